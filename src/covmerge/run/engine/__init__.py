@@ -1,26 +1,26 @@
 """Carry a plan out: read ahead, compute, write behind, within a memory budget.
 
-inputs     what an item reads, and the updates it becomes
-layer      the updates of some rows, and what methods make of them
-inspect_rows  what an inspection says of some rows
-worker     one function: the operands of some rows in, what becomes of them out
-selection  the thresholds of global passes: the reduction of the work of counting
+inputs     reads the rows of an item and turns them into updates
+layer      the updates of some rows, and the methods that merge them
+inspect_rows  measures some rows for an inspection
+worker     the function that computes results from the rows that were read
+selection  counts magnitudes and finds the thresholds of global passes
 global_pass  passes before the merge: thresholds over all tensors
-hashing    the hashes of the sources, taken while these are merged; the finished output, read once more
+hashing    hashes the sources while they are merged; reads the finished output once more
 outputs    where results go: memory, or files at planned places; room on the disk
-executor   what carries work out: batches in, what was done out
-workers    how many processes a merge is worth
+executor   the interface of executors: they take batches and yield finished items
+workers    chooses the number of processes for a merge
 threads    the executor that reads, computes and writes in threads
-processes  the executor whose processes open the sources for themselves
+processes  the executor whose processes each open the sources
 cluster    the executor of a Ray cluster
-ranks      the executor of equal processes that were started by somebody else
-run        one run: global passes, then what is not finished, and the journal
-budget     bytes that may be alive at once
-progress   what is called as a run advances: an object, a function, a class of bars
-devices    which device a process computes on, and whether what is computed at once has room there
-transfer   two pinned buffers through which what was read goes to a GPU while another item is computed
+ranks      the executor of equal processes that another program started
+run        one run: global passes, then the unfinished items, and the journal
+budget     divides the memory of a run, and limits the bytes in flight
+progress   reports how far a run is: to an object, a function, or a class of bars
+devices    chooses the device of a process, and checks that each batch has room there
+transfer   two pinned buffers that send rows to a GPU while another item is computed
 options    how a run is done: device, threads, memory, resume, progress
-executors  which executor does it: a table by name
-entries    items joined to tensors, tensors to totals; the methods' diagnostics, each as its own type
-thread_count  cores that there are, and threads that torch computes with
+executors  the table of executors by name
+entries    joins items into entries of tensors, and tensors into totals; types the methods' diagnostics
+thread_count  the number of usable cores, and of the threads that torch computes with
 """

@@ -1,4 +1,4 @@
-"""A budget of bytes shared by the stages of the pipeline, and what a run will take of it."""
+"""The memory of a run: its division before the run, and the budget that the pipeline's stages share."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.selection import counters_of
 from covmerge.run.engine.transfer import pinned_bytes
 
-# What a process that has not started yet is taken to hold beside its item (Python, torch, the buffers of
-# BLAS): a guess, as of a small merge here.
+# Bytes that a process that has not started yet is assumed to hold beside its item (Python, torch, the
+# buffers of BLAS): a guess, from a small merge on the development machine.
 PROCESS_HOLDS = 512 * 2**20
-_NO_PROCESS = 10**6  # bytes that no process does with: the unit was forgotten
+_NO_PROCESS = 10**6  # bytes; no process runs with so few: the user forgot the unit
 
-# What the process holds beside tensors of the plan: BLAS packing buffers, blocks that malloc keeps
-# for each thread. The most that was found is 51 MiB, of `ace` let no more than its largest item. Where one
-# thread frees what another took, malloc kept up to 230 MiB (`dare_ties`): above this much, it gives back.
+# Bytes that the process holds beside the tensors of the plan: BLAS packing buffers, and blocks that malloc
+# keeps for each thread. The most found was 51 MiB, by `ace` with memory for its largest item only. Where
+# one thread frees memory of another, malloc kept up to 230 MiB (`dare_ties`). Malloc therefore has to
+# return freed memory once a process holds `_KEPT` bytes beside the tensors of the plan.
 _OVERHEAD = 160 * 2**20
 _KEPT = 40 * 2**20
-# What malloc keeps of the blocks that one more thread has freed: glibc returns those above 32 MiB at
-# once, and gives each thread a heap of its own. Two 768 x 3072 experts by `ace`
-# on several threads went up to 67 MiB over the plan without it.
+# Bytes that malloc keeps for each further thread that computes: glibc returns freed blocks above 32 MiB
+# at once, and keeps smaller blocks in a heap for each thread. Without this term, `ace` on two
+# 768 x 3072 experts in several threads took up to 67 MiB more than planned.
 _LANE_HEAP = 96 * 2**20
-# Small items are read this far ahead, and further where several are computed at once.
+# Small items are read this many bytes ahead, and up to `_MOST_AHEAD` where several are computed at once.
 _READ_AHEAD = 128 * 2**20
 _MOST_AHEAD = 2**30
-# What items that are computed at once may take together, unless one of them takes more.
+# Workspace that all items computed at once may take together, unless a single item needs more.
 _LANES_WORKSPACE = 2 * 2**30
 
 
@@ -52,7 +53,7 @@ class Budget:
         self._closed = False
 
     def acquire(self, size: int) -> bool:
-        """Wait until `size` bytes are free and take them; False when the budget was closed."""
+        """Wait until `size` bytes are free, then take them; return False if the budget was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._used + size <= self._limit)
             if self._closed:
@@ -61,13 +62,13 @@ class Budget:
             return True
 
     def release(self, size: int) -> None:
-        """Give bytes back."""
+        """Return `size` bytes to the budget."""
         with self._changed:
             self._used -= size
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wake every waiter: the run is over."""
+        """Wake every waiting thread, because the run is over."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -75,17 +76,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory of a run is divided.
+    """The division of the memory of a run.
 
     Attributes:
-        resident: what the process holds before the run, BLAS buffers and allocator slack included.
-        workspace: the most that computing an item takes beside its inputs and result.
-        in_flight: inputs read ahead plus results not yet written, at most, of all that compute.
-        lanes: items that are computed at once, where they are small.
-        workers: processes that share the work; 1: none but this.
-        hands: items that each of these has at once.
-        why: so many, where that was not said.
-        ahead: what is read goes to the device before it is computed.
+        resident: bytes that the process holds before the run, with BLAS buffers and allocator slack.
+        workspace: the most bytes that computing takes beside the inputs and results of items.
+        in_flight: the most bytes of inputs read ahead plus results not yet written, over all processes.
+        lanes: number of small items that are computed at once.
+        workers: number of processes that share the work; 1: this process alone.
+        hands: number of items that each worker process has at once.
+        why: the reason for the number of workers, where the user did not give the number.
+        ahead: whether inputs go to the device before their computation begins.
     """
 
     resident: int
@@ -99,17 +100,17 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Expected peak of the process."""
+        """Expected peak memory of the process, in bytes."""
         return self.resident + self.workspace + self.in_flight
 
     @property
     def own_in_flight(self) -> int:
-        """What of `in_flight` each process that computes may take."""
+        """The share of `in_flight` that each computing process may take."""
         return self.in_flight // self.workers
 
     @property
     def kept_above(self) -> int:
-        """What each process that computes may hold before malloc has to give back what it keeps."""
+        """Bytes that each computing process may hold before malloc has to return freed memory."""
         workers = self.workspace + self.in_flight
         held = self.peak if self.workers == 1 else workers // self.workers
         return held - _OVERHEAD + _KEPT
@@ -126,24 +127,24 @@ def plan_memory(
     held: int = 0,
     shared: int = 0,
 ) -> MemoryPlan:
-    """Divide the memory, or refuse before any work.
+    """Divide the memory of a run, or raise an error before any work.
 
     Args:
         plans: one plan, or several that run together over the same reading.
-        max_memory: bytes that the process may take; None: what the machine has free.
-        device: where the work is done.
-        threads: cores of the CPU; None: torch's setting.
-        workers: processes that are to share the work, as far as all of them fit.
-        processes: as many as this one on the machine, which share what it has free.
-        held: bytes that stay taken throughout.
+        max_memory: bytes that the process may take; None: the free memory of the machine.
+        device: the device that computes.
+        threads: cores of the CPU that compute; None: torch's setting.
+        workers: processes that are to share the work; fewer are planned where not all of them fit.
+        processes: number of processes like this one that share the machine's free memory.
+        held: bytes that stay allocated for the whole run.
         shared: copies of a layer's updates that methods running together may keep.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
-    overlap computing, and the peak follows the largest tensor, not the model. Small items are
-    computed on one core each as far as their workspaces fit together.
+    overlap computing. The peak then follows the size of the largest tensor, not of the model. Small
+    items are computed at once, on one core each, while their workspaces fit together.
 
     Raises:
-        ResourceError: one item at a time does not fit `max_memory`, or the machine's free memory.
+        ResourceError: a single item does not fit `max_memory`, or the machine's free memory.
     """
     counters, pinned = counters_of(plans), pinned_bytes(device)
     resident = psutil.Process().memory_info().rss + _OVERHEAD + held + counters + pinned
@@ -157,7 +158,8 @@ def plan_memory(
     beside = max((space for space, small in zip(spaces, narrow, strict=True) if small), default=0)
     ahead = max((size for size, small in zip(moved, narrow, strict=True) if small), default=0)
     allowed = allowance(max_memory, processes)
-    # What the process has counts against what it may have in all, and not against what is free beside it.
+    # The memory that the process already has counts towards a limit on the whole process, but not towards
+    # the machine's free memory.
     present = 0 if allowed.in_all else resident - held - counters - pinned
     limit = allowed.size + present
     if resident + workspace + largest > limit:
@@ -195,10 +197,9 @@ def plan_memory(
 
 
 def _hands(device: torch.device) -> int:
-    """How many items a worker process has: what its device computes, and what it reads meanwhile.
+    """Return how many items a worker process has: one on a CPU, else two (one computed, one read).
 
-    On a CPU, which reading keeps busy too, it has one: a second would wait there while another process has
-    nothing to do.
+    Reading keeps a CPU busy too, so a second item would wait there while another process is idle.
     """
     return 1 if device.type == "cpu" else 2
 
@@ -206,10 +207,10 @@ def _hands(device: torch.device) -> int:
 def _among(
     workers: int, hands: int, resident: int, workspace: int, largest: int, limit: int
 ) -> MemoryPlan:
-    """Divide the memory among processes: each holds what this one does, and has an item at least.
+    """Divide the memory among processes, each as large as this one and with at least one item.
 
     Raises:
-        ResourceError: two of them do not fit.
+        ResourceError: two worker processes do not fit.
     """
     each = resident + workspace
     fitting = min(workers, (limit - resident) // (each + largest))
@@ -220,7 +221,7 @@ def _among(
             f"leave out {Hint('workers')}"
         )
     in_flight = min(hands * largest, (limit - resident) // fitting - each)
-    # What the workers hold beside is workspace to this process.
+    # All that the workers hold beside the items in flight counts as workspace of this process.
     return MemoryPlan(
         resident, fitting * each, fitting * in_flight, lanes=1, workers=fitting, hands=hands
     )

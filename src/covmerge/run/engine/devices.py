@@ -1,4 +1,4 @@
-"""Which device the mathematics of a process runs on: of several processes of a machine a GPU each."""
+"""The device that a process computes on; several processes of one machine take a GPU each."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TYPES = ("cpu", "cuda", "mps")
 
 
 def named_device(name: str) -> torch.device:
-    """Return the device that a name means, which another machine may have.
+    """Return the device that a name means, without checking that this machine has the device.
 
-    `auto` is a GPU of CUDA's where this machine has one.
+    `auto` means `cuda` if this machine has a CUDA GPU, else `cpu`.
     """
     if name == AUTO_DEVICE:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,7 +39,7 @@ def named_device(name: str) -> torch.device:
 
 
 def usable_device(name: str) -> torch.device:
-    """Return a device that can hold a tensor here."""
+    """Return the device of a name, after checking that it can hold a tensor on this machine."""
     device = named_device(name)
     try:
         torch.empty(0, device=device)
@@ -49,12 +49,12 @@ def usable_device(name: str) -> torch.device:
 
 
 def own_device(name: str, place: int, count: int | None = None) -> torch.device:
-    """Return the device of one of several processes of a machine: `cuda` is a GPU for each, in turn.
+    """Return the device of one of several processes of a machine; `cuda` gives them the GPUs in turn.
 
     Args:
-        name: as it was given; what names one GPU, or is none, is obeyed as it stands.
-        place: of the process among those of its machine, from 0.
-        count: of the GPUs that it sees, which CUDA_VISIBLE_DEVICES may have left it; None: as CUDA says.
+        name: the device as the user gave it; `cuda:1` or `cpu` is returned unchanged.
+        place: number of the process among those of its machine, from 0.
+        count: number of GPUs that the process sees (CUDA_VISIBLE_DEVICES may limit them); None: ask CUDA.
 
     Example:
         >>> [str(own_device("cuda", place, 2)) for place in range(3)]
@@ -67,7 +67,7 @@ def own_device(name: str, place: int, count: int | None = None) -> torch.device:
 
 
 def gpus_of(name: str, count: int | None = None) -> int:
-    """Return among how many GPUs of this machine a name leaves a choice; 0: among none."""
+    """Return how many GPUs of this machine a name allows; 0: no GPU, or a GPU of a given number."""
     device = named_device(name)
     if device.type != "cuda" or is_one(device):
         return 0
@@ -75,7 +75,7 @@ def gpus_of(name: str, count: int | None = None) -> int:
 
 
 def precision_of_products(device: torch.device) -> str:
-    """What the caller's process lets torch do to float32 products there; "highest": nothing."""
+    """Return torch's precision setting for float32 products on a device; "highest": full float32."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # it was set by `torch.backends`, as torch 2.9 and newer has it
@@ -84,7 +84,7 @@ def precision_of_products(device: torch.device) -> str:
 
 
 def processor_of(device: torch.device) -> str:
-    """Return the processor's or the GPU's name; of a CPU also the instructions that torch uses."""
+    """Return the name of the CPU or GPU; for a CPU also the instruction set that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -98,7 +98,7 @@ def processor_of(device: torch.device) -> str:
 
 
 def is_one(device: torch.device) -> bool:
-    """Whether a device has a number: one of several of its kind, and not whichever.
+    """Return whether a device has a number (`cuda:0`), so that it means one device of its type.
 
     Example:
         >>> is_one(torch.device("cuda:0")), is_one(torch.device("cuda"))
@@ -108,15 +108,15 @@ def is_one(device: torch.device) -> bool:
 
 
 def _unusable(name: str, error: Exception) -> InputError:
-    # torch lists all that it knows of other devices after the first sentence.
+    # After the first sentence, torch lists its other device types.
     reason = str(error).splitlines()[0].partition(". ")[0]
     return InputError(f"{Hint('device', name)} cannot be used here: {reason}")
 
 
-# Whether what is computed at once has room in the memory of a GPU.
+# The check that each batch has room in the memory of a GPU.
 
-# What a process takes of a GPU beside tensors of the plan: its context, what cuBLAS and cuSOLVER keep. A
-# guess.
+# Bytes that a process takes of a GPU beside the tensors of the plan: its context, and the buffers of cuBLAS
+# and cuSOLVER. A guess.
 _BESIDE = 512 * 2**20
 
 
@@ -128,19 +128,23 @@ def check_room(
     shared: int = 0,
     free: int | None = None,
 ) -> int | None:
-    """Refuse what has no room on a device; the memory of the machine is the plan's matter (`plan_memory`).
+    """Check that every batch has room on the device; `plan_memory` checks the memory of the machine.
 
-    Nothing is computed elsewhere in its place: the bytes of the output would hang on what is free.
+    A batch without room is not computed on another device: the bytes of the output would then depend on
+    how much memory is free.
 
     Args:
-        batches: of the run.
-        device: where it is computed.
-        processes: that share the device.
+        batches: all batches of the run.
+        device: the device that computes them.
+        processes: number of processes that share the device.
         shared: copies of a layer's updates that methods running together may keep.
-        free: bytes; None: what the device says.
+        free: free bytes of the device; None: ask the device.
 
     Returns:
-        Bytes that are left beside the largest of it; None: the device has no memory of its own.
+        Bytes that stay free beside the largest batch; None: the device has no memory of its own.
+
+    Raises:
+        ResourceError: a batch has no room.
     """
     free = _free_on(device) if free is None else free
     if free is None:
@@ -166,7 +170,7 @@ def check_room(
 
 @contextmanager
 def naming_where_full(item: WorkItem, device: torch.device) -> Generator[None]:
-    """Name the tensor over which a device ran full, whatever its plan had said."""
+    """Turn a CUDA out-of-memory error of the block into a ResourceError that names the item's tensor."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -184,16 +188,16 @@ def _ways_out() -> str:
 
 
 def _free_on(device: torch.device) -> int | None:
-    """Bytes that this process may take; None: the device has no memory of its own, or does not say."""
+    """Return the bytes that this process may take on a device; None: it is no CUDA device."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    # What torch keeps of freed tensors is taken to the device, and free to this process.
+    # Memory that torch keeps of freed tensors counts as used on the device, but is free for this process.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _size(batch: Batch, shared: int) -> int:
-    """Bytes of a batch, whose items are computed one after the other; what is copied stays on the CPU."""
+    """Return the device memory of a batch: its items are computed in turn, and copies stay on the CPU."""
     computed = [item for item in batch if not item.tensor.operation.copies]
     if not computed:
         return 0

@@ -1,4 +1,4 @@
-"""What covmerge.json says of a finished run: items joined to tensors, tensors to totals."""
+"""The entries of covmerge.json for a finished run: items joined to tensors, tensors to totals."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from covmerge.files.tensors.names import layer_name
 from covmerge.maths.methods import registry
 from covmerge.plan.planning.types import Plan
 
-# What rounding to a quantised format does to the merged update, layer by layer.
+# The loss of the merged update to a quantised format, layer by layer.
 #
-# Two numbers say it, as updates may be smaller than a format's steps or larger:
+# Two numbers describe the loss, because updates may be smaller or larger than a format's steps:
 #
 #     lost = ‖Q(W̄) − W̄‖ / ‖W̄ − W_0‖                      noise, as a share of the update
-#     kept = ⟨Q(W̄) − W_0, W̄ − W_0⟩ / ‖W̄ − W_0‖²          the update in what was written
+#     kept = ⟨Q(W̄) − W_0, W̄ − W_0⟩ / ‖W̄ − W_0‖²          the share of the update in the output
 #
-# Of a base that lies on the same steps, small updates are rounded away: lost 1, kept 0. Of one that does
-# not, noise may be many times the update, which is there all the same: lost 10, kept 1.
+# Where the base lies on the same steps, small updates are rounded away: lost 1, kept 0. Where the base does
+# not, the noise may be many times the update, and the update is still there: lost 10, kept 1.
 
 _OUTSIDE = "outside the layers"
-_EATEN = 1.0  # from where on rounding is more than the update
-MOSTLY = 0.5  # of an update, from which its loss to a plain dtype is warned of
+_EATEN = 1.0  # a layer with at least this `lost` has more noise than update
+MOSTLY = 0.5  # a warning is given where a plain dtype loses at least this share of the update
 
 
 def quantised_entry(
     form: str, rounded: Sequence[Mapping[str, float]], merged: float | None
 ) -> dict[str, Json]:
-    """Return what covmerge.json says of a packed tensor.
+    """Return the entry of a packed tensor in covmerge.json.
 
     Args:
-        form: what it is packed as.
-        rounded: the sums of its items; empty where the base's bytes were taken.
-        merged: ‖W̄ − W_0‖; None: it is the base's.
+        form: the format that the tensor is packed in.
+        rounded: the sums over each of its items; empty where the base's bytes were copied.
+        merged: ‖W̄ − W_0‖; None: the recipe has no base, or the tensor was not merged.
     """
     weights = sum(part["weights"] for part in rounded)
     error = sum(part["error"] for part in rounded)
@@ -50,7 +50,7 @@ def quantised_entry(
 
 
 def losses_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Json]:
-    """Return the loss of all packed tensors that were merged, and by layer; nothing where there is none."""
+    """Return the loss of all packed tensors together and by layer; empty where no tensor is packed."""
     packed = {name: entry for name, entry in entries.items() if "quantised" in entry}
     if not packed:
         return {}
@@ -78,7 +78,7 @@ def _loss(entries: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def account_of_losses(totals: Mapping[str, Any]) -> MergeSummary:
-    """Say what rounding did, with a warning where it takes most of the update; see `losses_of`."""
+    """Return the summary of rounding, with a warning where most of the update is lost; see `losses_of`."""
     found: Mapping[str, Any] | None = totals.get("quantised")
     if found is None:
         lost: float = totals["rounding_loss"]
@@ -107,15 +107,15 @@ def account_of_losses(totals: Mapping[str, Any]) -> MergeSummary:
 
 
 def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, dict[str, Json]]:
-    """Return one entry per output tensor, of what was measured of the plan's items.
+    """Return one entry per output tensor, from the measurements of the plan's items.
 
-    `update_norm` ‖Δ_t‖_F by expert, `merged_norm` ‖W̄ − W_0‖_F, `rounding_loss` the share of the
-    merged update lost to the output dtype, `arithmetic` the half-precision dtype that the method
-    computed in, `unrounded_norm` ‖Ŵ − W_0‖_F of the same merge Ŵ in the recipe's dtype and
-    `arithmetic_loss` ‖Ŵ − W̄‖_F over it, where that was measured, `matrices` the method's diagnostics
-    in each matrix, `adapter` what it became in an adapter; `left_out` where it has no place there;
-    `quantised` what it is packed as, ‖Q(W̄) − W̄‖/‖W̄‖, and how much of the update is left
-    (`covmerge.run.engine.entries`).
+    An entry holds `update_norm`: ‖Δ_t‖_F by expert; `merged_norm`: ‖W̄ − W_0‖_F; `rounding_loss`: the
+    share of the merged update lost to the output dtype; `arithmetic`: the half-precision dtype that the
+    method computed in; where they were measured, `unrounded_norm`: ‖Ŵ − W_0‖_F of the same merge Ŵ in
+    the recipe's dtype, and `arithmetic_loss`: ‖Ŵ − W̄‖_F / ‖Ŵ − W_0‖_F; `matrices`: the method's
+    diagnostics of each matrix; `adapter`: facts about the tensor in an output adapter, or `left_out`
+    where the adapter has no place for the tensor; `quantised`: the packed format, ‖Q(W̄) − W̄‖/‖W̄‖,
+    and the share of the update that is kept (see the top of this module).
     """
     items: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
     rounded: dict[str, list[Mapping[str, Any]]] = {tensor.name: [] for tensor in plan.tensors}
@@ -164,7 +164,11 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
 def diagnostics_in(
     plan: Plan, entries: Mapping[str, Mapping[str, Any]]
 ) -> tuple[TensorDiagnostics, ...]:
-    """Return the methods' diagnostics in a merge, each as its own type."""
+    """Return the diagnostics of all merged tensors, each in the type that its method declares.
+
+    Raises:
+        InputError: an entry's `matrices` are not what its method writes.
+    """
     found: list[TensorDiagnostics] = []
     for tensor in plan.tensors:
         merge, entry = tensor.merge, entries.get(tensor.name, {})
@@ -185,7 +189,7 @@ def diagnostics_in(
 def totals(
     entries: Mapping[str, Mapping[str, Any]], diagnostics: Mapping[str, Json]
 ) -> dict[str, Json]:
-    """Return what a reader wants first: counts by rule, totals of the methods' diagnostics, rounding."""
+    """Return the totals of a merge: counts by rule, the methods' diagnostics, the losses by rounding."""
     by_rule: dict[tuple[str, str], int] = {}
     for entry in entries.values():
         key = (entry["role"], entry["rule"])
@@ -209,11 +213,11 @@ def totals(
 
 
 def rounding_said(totals: Mapping[str, Any], stored: str | None = None) -> str:
-    """What storing lost of the update's norm, and before it a method's steps in half precision.
+    """Return a sentence on what half-precision steps and storing lost of the update's norm.
 
     Args:
-        totals: of the merge.
-        stored: the share that storing lost, as it is written.
+        totals: the totals of the merge.
+        stored: the text of the share that storing lost; None: that of `totals`, in percent.
 
     Example:
         >>> said = {"rounding_loss": 0.0}
@@ -246,7 +250,7 @@ def rounding_said(totals: Mapping[str, Any], stored: str | None = None) -> str:
 
 
 def _arithmetic(merged: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """The loss to steps in half precision, over the tensors where it was measured."""
+    """Return the loss to half-precision steps, over the tensors where the loss was measured."""
     half = [entry for entry in merged if "arithmetic" in entry]
     if not half:
         return {}
@@ -263,7 +267,7 @@ def _arithmetic(merged: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
 
 
 def _of_adapter(merged: Sequence[Mapping[str, Any]], change: float) -> dict[str, Json]:
-    """Return shares of the merged update's energy that an adapter does not have."""
+    """Return the shares of the merged update's energy that an output adapter leaves out or truncates."""
     if not any("adapter" in entry for entry in merged):
         return {}
     outside = sum(entry["merged_norm"] ** 2 for entry in merged if "left_out" in entry)

@@ -1,4 +1,4 @@
-"""What carries work out: batches in, what was done out, in any order."""
+"""The interface of executors: they take batches and yield finished items, in any order."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.selection import Selections
 
-# The items of one range of rows, one for each plan: their operands are read once.
+# The items of one range of rows, one item for each plan; their operands are read once.
 Batch = tuple[WorkItem, ...]
-# What opens the sources of a run in another process.
+# A function that opens the sources of a run in another process.
 Opener = Callable[[], AbstractContextManager[Sources]]
 
 
 @dataclass(frozen=True)
 class Span:
-    """What one thread did for one item, in seconds of `time.perf_counter`."""
+    """The time that one thread spent on one stage of an item, in seconds of `time.perf_counter`."""
 
     stage: str
     thread: int
@@ -38,14 +38,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Done:
-    """An item whose result is where it belongs.
+    """A finished item, whose result has been written.
 
     Attributes:
-        index: of its batch.
-        number: its place in the batch.
-        checksum: of what was written.
-        stats: what there is to say of it.
-        spans: when it was read, computed and written; reading counts for the first of a batch.
+        index: index of the item's batch.
+        number: place of the item in its batch.
+        checksum: checksum of the bytes written.
+        stats: measurements of the item, as JSON.
+        spans: when the item was read, computed and written; only the first item of a batch has the reading.
     """
 
     index: int
@@ -57,13 +57,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Task:
-    """What an executor needs beside the batches.
+    """The arguments of an executor beside the batches.
 
     Attributes:
-        sources: the checkpoints.
-        context: what the work needs to know.
+        sources: the checkpoints and statistics to read.
+        context: dtype, device and settings of the computation.
         outputs: where the results go, by place in the batch; empty for counting.
-        selections: what counting adds to.
+        selections: the counters that counting adds to; None for a merge.
     """
 
     sources: Sources
@@ -73,58 +73,58 @@ class Task:
 
 
 class Executor(Protocol):
-    """Carries work out. By default this process hashes the sources and reads the finished output."""
+    """Does batches of work. By default this process hashes the sources and reads the finished output."""
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """Do all batches, and yield each item when its result has been written.
 
         Args:
-            batches: numbered; they are taken one by one, from another thread too.
-            task: what they need.
+            batches: numbered batches; the executor takes them one by one, possibly in another thread.
+            task: the other arguments of the work.
 
         Raises:
-            CovmergeError: as the stages raise; the first error ends the work.
+            CovmergeError: the first error of any stage; it ends the work.
         """
         ...
 
     def hashing(self, contents: Contents) -> Hashing:
-        """Return what hashes the sources beside the work, wherever that is done best."""
+        """Return an object that hashes the sources during the work, in the processes that suit best."""
         return InStep(contents)
 
     def read_files(
         self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
-        """Read the files of the finished output once more, wherever that is done best.
+        """Read the files of the finished output once more, in the processes that suit best.
 
         Raises:
-            CovmergeError: as `file_check` raises.
+            CovmergeError: an error of `file_check`.
         """
         return read_files(sizes, file_check, base)
 
     def close(self) -> None:
-        """Let go of what lives on between two runs."""
+        """Release the resources that are kept between two runs."""
 
 
 def held_together(items: Sequence[WorkItem]) -> int:
-    """Bytes of what several plans read that are held until they have computed the same rows."""
+    """Return the bytes read for a batch that are held until every plan has computed its rows."""
     return max(item.held_bytes for item in items) + sum(item.statistics_bytes for item in items)
 
 
 def read_together(items: Sequence[WorkItem]) -> int:
-    """Bytes that several plans read for the same rows: the checkpoints once, statistics for each."""
+    """Return the bytes that a batch reads: the checkpoints once, the statistics for each plan."""
     return max(item.read_bytes for item in items) + sum(item.statistics_bytes for item in items)
 
 
 def moved_together(items: Sequence[WorkItem]) -> int:
-    """Bytes read and written for the same rows by several plans."""
+    """Return the bytes that a batch reads and writes."""
     return read_together(items) + sum(item.write_bytes for item in items)
 
 
-# Errors that go from one process to another.
+# Errors that are sent from one process to another.
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an error that another process can raise; of one that does not pickle, its message."""
+    """Return an error that can be pickled: the same error, or else one of the same message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -133,7 +133,9 @@ def portable(error: BaseException) -> BaseException:
 
 
 def named_error(error: BaseException) -> tuple[str, str]:
-    """Return the name of the nearest of our errors that is made of a message alone, and the message.
+    """Return the error's message and the nearest class of covmerge that a message alone can make.
+
+    The search goes up from the error's own class; RuntimeError where no class of covmerge fits.
 
     Example:
         >>> from covmerge.base.errors import NotFiniteError
@@ -149,7 +151,7 @@ def named_error(error: BaseException) -> tuple[str, str]:
 
 
 def error_named(kind: str, message: str) -> Exception:
-    """Return the error whose name and message another process gave."""
+    """Return the error of a class name and a message that another process sent."""
     found = getattr(errors, kind, None)
     if isinstance(found, type) and issubclass(found, CovmergeError):
         with suppress(TypeError):
@@ -157,7 +159,8 @@ def error_named(kind: str, message: str) -> Exception:
     return RuntimeError(message)
 
 
-# The order of work: the largest first, and equal shares; nobody waits for a large item at the end.
+# The order of work: the largest items first, and equal shares, so that no process waits for a large item
+# at the end.
 
 T = TypeVar("T")
 
@@ -165,12 +168,12 @@ T = TypeVar("T")
 def largest_first(
     items: Iterable[T], size: Callable[[T], int], within: int | None = None
 ) -> Iterator[T]:
-    """Yield the largest first, and of equal ones the one that came first.
+    """Yield items, the largest first; items of equal size keep their order.
 
     Args:
-        items: read no further ahead than `within`.
-        size: of an item.
-        within: how far ahead items are read: the size of all that is passed over; None: to the end.
+        items: the items; they are taken no further ahead than `within` allows.
+        size: returns the size of an item.
+        within: total size of the items that may be held back while larger ones go first; None: any size.
 
     Example:
         >>> list(largest_first([1, 5, 2, 4], lambda size: size))
@@ -192,7 +195,9 @@ def largest_first(
 
 
 def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Divide items among some, the largest first and each to the one that has least so far.
+    """Divide items into `count` shares: the largest first, each to the share that is smallest so far.
+
+    Return the places of the items of each share.
 
     Example:
         >>> shares([1, 5, 2, 4], 2)
@@ -208,7 +213,7 @@ def shares(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def own_first(sizes: Sequence[int], number: int, count: int) -> list[int]:
-    """Return the places of all items: one's own share, then what the others would come to last.
+    """Return the places of all items: the share of process `number`, then the other shares from their ends.
 
     Example:
         >>> own_first([1, 5, 2, 4], 1, 2)

@@ -1,4 +1,4 @@
-"""Which executor does a run: a table of them by name, and the options that each asks for."""
+"""The table of executors by name, and the run options that each executor sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covmerge.run.engine.progress import as_progress
 from covmerge.run.engine.ranks.rank import find_rank
 from covmerge.run.engine.workers import AUTO
 
-# What a caller says of a run; the rest follows from its executor.
+# The run options that a caller gives; the executor decides the others.
 _GIVEN = (
     *("device", "threads", "workers", "max_memory", "patience"),
     *("resume", "overwrite", "progress", "collecting"),
@@ -25,13 +25,14 @@ _GIVEN = (
 
 
 def run_options(settings: Mapping[str, Any]) -> RunOptions:
-    """Return the options that keyword arguments or flags ask for; those that are of no run are left out.
+    """Return the run options from keyword arguments or flags; other settings are ignored here.
 
-    Without an `executor` it is threads, or processes where there are workers.
+    Without `executor`, threads do the work, or processes where `workers` is above 1 or "auto".
 
     Raises:
-        InputError: a size or an executor that is none, an executor that does not go with the others, or
-            there is no cluster whose nodes could be asked for their devices.
+        InputError: the executor does not exist or does not go with the other settings, `patience` is not
+            positive, or there is no cluster whose nodes could be asked for their devices.
+        RecipeError: `max_memory` is no size, or `threads` is no whole number above 0.
     """
     options = {name: settings[name] for name in _GIVEN if name in settings}
     for name, read in (("max_memory", parse_size), ("progress", as_progress)):
@@ -92,12 +93,12 @@ def _by_ray(options: RunOptions, address: str | None) -> RunOptions:
             f"it: give {Hint('device', 'cuda')}"
         )
     cluster, device = cluster_address(address), options.device
-    if device == AUTO_DEVICE:  # not as this machine has it
+    if device == AUTO_DEVICE:  # the nodes decide, not this machine
         device = "cuda" if has_gpus(cluster) else "cpu"
     return replace(options, elsewhere=RayCluster(cluster, named_device(device)))
 
 
-# Each returns the options that it takes, given those of the caller and the address of a cluster.
+# Each function takes the caller's options and the address of a cluster, and returns the run options.
 EXECUTORS: Mapping[str, Callable[[RunOptions, str | None], RunOptions]] = MappingProxyType(
     {"threads": _by_threads, "processes": _by_processes, "ranks": _by_ranks, "ray": _by_ray}
 )

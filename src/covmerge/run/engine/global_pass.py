@@ -1,4 +1,4 @@
-"""The passes before a merge: how large must an entry of each expert be to be kept?"""
+"""The passes before a merge that find how large an entry of each expert must be to be kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covmerge.run.engine.executor import Batch, Done
 from covmerge.run.engine.selection import Selections, Thresholds
 
 _ItemsOf = Callable[[PlannedPass], Sequence[WorkItem]]
-# Does one pass over some rows, and adds to the selections.
+# A function that does one pass over some rows and adds to the selections.
 _Pass = Callable[[Sequence[Batch], Selections], Generator[Done]]
 
 
@@ -20,14 +20,14 @@ def find_thresholds(
 ) -> list[Thresholds]:
     """Find the exact threshold of every expert under every global pass, for each of the plans.
 
-    A sample of the rows tells nearly what each threshold is; with that guess one pass over all
-    rows settles a float32. Each pass reads the tensors once for all global passes; memory is
+    A sample of the rows gives a good guess of each threshold. With that guess, one pass over all rows
+    settles a float32 threshold. Each pass reads the tensors once for all global passes. The memory is
     that of the items in flight and of 2¹⁹ counters per global pass and expert.
 
     Args:
         plans: plans whose items are the same rows of the same tensors.
         count: does the work of one pass.
-        advance: called for every batch of every pass, with the bytes of `global_pass_bytes` that it was.
+        advance: called for every batch of every pass, with its part of `global_pass_bytes` in bytes.
 
     Raises:
         TensorError: NaN or Inf in the inputs.
@@ -47,7 +47,7 @@ def find_thresholds(
                 for done in counted:
                     first = batches[done.index][0]
                     if done.number == 0:
-                        # A pass more than was expected is no part of the total (`global_pass_bytes`).
+                        # A pass more than expected is not in the total (`global_pass_bytes`).
                         size = first.read_bytes if passes <= expected else 0
                         advance(f"thresholds, {first.tensor.name}", size)
             selections.end_pass()
@@ -56,7 +56,7 @@ def find_thresholds(
 
 
 def global_pass_bytes(plans: Sequence[Plan]) -> int:
-    """Bytes that the global passes of all plans read together, if all guesses are good."""
+    """Return the bytes that the global passes of all plans read together, if all guesses are good."""
     return sum(
         passes * size
         for passes, items_of in zip(_passes(plans), (_sample_of, _items_of), strict=True)
@@ -65,7 +65,7 @@ def global_pass_bytes(plans: Sequence[Plan]) -> int:
 
 
 def _passes(plans: Sequence[Plan]) -> tuple[int, int]:
-    """Passes over the samples and over the items of all global passes together, if all guesses are good."""
+    """Return the number of passes over the samples and over all items, if all guesses are good."""
     dtype = plans[0].recipe.dtype
     each = [global_pass.passes(dtype) for plan in plans for global_pass in plan.global_passes]
     sampling, counting = zip(*each, strict=True) if each else ((0,), (0,))
@@ -73,7 +73,7 @@ def _passes(plans: Sequence[Plan]) -> tuple[int, int]:
 
 
 def _sizes(plans: Sequence[Plan], items_of: _ItemsOf) -> Iterable[int]:
-    """Bytes of the rows that plans global pass, each once."""
+    """Return the bytes of each range of rows that global passes read; shared rows count once."""
     global_passes = [global_pass for plan in plans for global_pass in plan.global_passes]
     return {item.key: item.read_bytes for one in global_passes for item in items_of(one)}.values()
 
@@ -87,7 +87,7 @@ def _items_of(global_pass: PlannedPass) -> Sequence[WorkItem]:
 
 
 def _together(plans: Sequence[Plan], items_of: _ItemsOf) -> list[Batch]:
-    """The counted items of all plans, those of the same rows together: rows are read once."""
+    """Return batches of the counted items of all plans; items of the same rows share a batch."""
     by_rows: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
     for number, plan in enumerate(plans):
         for global_pass in plan.global_passes:

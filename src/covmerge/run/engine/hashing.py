@@ -1,4 +1,4 @@
-"""The hashes of the sources, which covmerge.json records, taken while these are merged."""
+"""Hashes of the sources, taken during the merge; covmerge.json records them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
 from covmerge.run.engine.thread_count import torch_threads, usable_cores, use_threads
 
-# What is hashed of each source, by its key.
+# The contents of each source that are hashed, by the source's key.
 Contents = Mapping[str, Sequence[Content]]
-# Hashes by source and name.
+# Hashes by the source's key and the content's name.
 Hashes = Mapping[str, Mapping[str, str]]
 
 
 class Hashing(Protocol):
-    """Hashes of the sources that are being taken; a context manager, at whose end that stops."""
+    """A context manager that hashes the sources; hashing stops at the end of its block."""
 
     def __enter__(self) -> Hashing:
-        """Begin."""
+        """Begin to hash."""
         ...
 
     def __exit__(self, *_: object) -> None:
-        """Stop: a run that failed does not wait for hashes."""
+        """Stop hashing: a run that failed does not wait for hashes."""
         ...
 
     def follow(self, share: float) -> None:
-        """Note that so much of the sources has been read by the last pass."""
+        """Note the share of the sources that the last pass of the run has read."""
         ...
 
     def result(self) -> Hashes:
-        """Wait for the hashes."""
+        """Wait for all hashes and return them."""
         ...
 
 
-_THREADS = 32  # that hash; each is woken whenever the reader got on
+_THREADS = 32  # at most; each thread that hashes is woken whenever the reader advances
 
 
 class InStep:
-    """Hashes taken by this process, a source each in a thread, in step with the reader of the merge.
+    """Hashes the sources in threads of this process, one thread a source, in step with the merge's reader.
 
-    It reads the files for itself, in their order, but never a larger share of a source than the
-    merge has read. Files in the base's order are then in the page cache when their turn comes, also
-    where the sources are larger than the memory; of another order, some are read from the disk twice.
-    Where sources are many, a thread has several, one after the other.
+    A thread reads the files itself, in their order, but never a larger share of a source than the
+    merge has read. Files in the base's order are therefore in the page cache when they are hashed, even
+    where the sources are larger than the memory. Some files in another order are read from the disk
+    twice. With more than 32 sources, a thread hashes several, one after the other.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -86,7 +86,7 @@ class InStep:
         return in_order(self._contents, dict(ChainMap(*(lane.result() for lane in self._hashing))))
 
     def _hash(self, keys: Sequence[str]) -> dict[tuple[str, str], str]:
-        """Hash the sources of one thread, as if they were one."""
+        """Hash the sources of one thread, paced as if they were a single source."""
         contents = [(key, content) for key in keys for content in self._contents[key]]
         total, before = sum(content.size for _, content in contents), 0
         found: dict[tuple[str, str], str] = {}
@@ -112,12 +112,12 @@ class InStep:
 
 
 def to_share(contents: Contents) -> list[tuple[str, Content]]:
-    """Return what is worth being hashed by several processes: what is read, with the key of its source."""
+    """Return the contents with bytes, each with its source's key; several processes share them to hash."""
     return [(key, content) for key, files in contents.items() for content in files if content.size]
 
 
 def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes:
-    """Return the hashes of all sources in their order; what nobody found yet is hashed here."""
+    """Return the hashes of all sources in their order; hash here the contents that `found` lacks."""
 
     def taken(key: str, content: Content) -> str:
         known = found.get((key, content.name))
@@ -126,17 +126,17 @@ def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes
     return {key: {one.name: taken(key, one) for one in files} for key, files in contents.items()}
 
 
-# The finished output, read once more file by file: by this process, or by all that merged.
+# The finished output is read once more, file by file: by this process, or by all processes of the merge.
 
-_CORES = 4  # for each file: two hash it, and the others look at it and wait for the disk
-_MOST = 8  # files at once: as much as a fast disk gives
+_CORES = 4  # per file: two hash the file, the others inspect it and wait for the disk
+_MOST = 8  # files at once: enough to use a fast disk fully
 
 
 class FileCheck(Protocol):
-    """What is done with a file of the output; it pickles."""
+    """The check of a file of the output; it can be pickled."""
 
     def __call__(self, base: Checkpoint, name: str, /) -> Json:
-        """Read the file of a name, and return what was found.
+        """Read the file of a name, and return the findings.
 
         Raises:
             CovmergeError: the base cannot be read.
@@ -144,19 +144,19 @@ class FileCheck(Protocol):
         ...
 
     def check(self, name: str, found: Json, /) -> Json:
-        """Return what another process has found in a file, as it is written here.
+        """Check the findings of another process about a file, and return them as this process writes them.
 
         Raises:
-            ValueError: it is nothing that is found.
+            ValueError: they are not findings of this check.
         """
         ...
 
     def as_json(self) -> Json:
-        """What another process needs to know to do the same."""
+        """Return what another process needs to do the same check."""
         ...
 
 
-# By the bytes of files, and what is done with each: what was found, in their order.
+# A function of the sizes of files by name, their check and the base; it returns the findings in file order.
 ReadFiles = Callable[[Mapping[str, int], FileCheck, Checkpoint], Mapping[str, Json]]
 
 
@@ -167,7 +167,7 @@ def files_at_once(count: int, processes: int = 1) -> int:
 
 def read_files(sizes: Mapping[str, int], check: FileCheck, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
-    # To look a file over takes less than its hashes, on whose cores threads of torch would wait.
+    # Inspecting a file is faster than hashing it, and torch's threads would wait on the hashers' cores.
     with (
         torch_threads(None),
         ThreadPool(files_at_once(len(sizes)), "covmerge-verify", use_threads, (1,)) as pool,

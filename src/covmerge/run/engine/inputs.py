@@ -1,4 +1,4 @@
-"""What the work on some rows reads, and the updates it becomes."""
+"""Reads the rows of an item and turns them into updates."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from covmerge.plan.planning.operations import Inspect, Operand
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.thread_count import use_threads
 
-# Of a stack of matrices, an adapter has factors of each.
+# An adapter has factors of each matrix of a stack.
 Stored = Tensor | LowRank | tuple[LowRank, ...]
 # None: the expert has nothing for these rows, which counts as unchanged.
 Update = Stored | None
 
-_AT_ONCE = 8  # sources of other machines that are read at once
+_AT_ONCE = 8  # sources on other machines that are read at the same time
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the tensors of a run come from.
+    """The checkpoints and statistics that a run reads.
 
     Attributes:
-        checkpoints: by key, as operands name them.
-        statistics: by expert.
+        checkpoints: checkpoints by the key that operands use (`Operand.source`).
+        statistics: statistics files by expert.
     """
 
     checkpoints: Mapping[str, Checkpoint]
     statistics: Statistics = field(default_factory=dict[str, Any])
 
     def read(self, operand: Operand, rows: range | None) -> Update:
-        """Read the rows of an operand; of an adapter the factors of its update."""
+        """Read the rows of an operand; for an adapter, the factors of its update."""
         if operand.tensor is None:
             return None
         checkpoint = self.checkpoints[operand.source]
@@ -53,15 +53,15 @@ class Sources:
         return checkpoint.read(operand.tensor, operand.held(rows))
 
     def read_rows(self, operand: Operand, rows: range | None) -> Tensor:
-        """Read the rows of an operand that has weights of its own."""
+        """Read the rows of an operand that stores weights, not an adapter's factors."""
         assert operand.tensor is not None
         return self.checkpoints[operand.source].read(operand.tensor, rows)
 
     def together(self, reads: Sequence[tuple[str, Callable[[], Update]]]) -> list[Update]:
-        """Carry out reads of sources, which are given by key; those of other machines' files at once.
+        """Do reads, each given with the key of its source; those from other machines at the same time.
 
-        A link has room for more than some rows of one source. What lies here, or is dequantised as it is
-        read, is read one after the other: the plan has counted the workspace of one.
+        A network link can carry more than the rows of one source. Sources on this machine, and sources that
+        are dequantised while they are read, are read in turn: the plan counts the workspace of one read.
         """
         far = [key in self.checkpoints and self.checkpoints[key].is_far for key, _ in reads]
         if sum(far) < 2:
@@ -77,7 +77,7 @@ class Sources:
             ]
 
     def read_packed(self, item: WorkItem) -> tuple[Tensor, ...]:
-        """Read what the base stores of the rows of an item, where the output stores them so too."""
+        """Read the base's packed tensors of an item's rows; () unless the output packs them alike."""
         base = item.tensor.base
         own = None if base is None else self.checkpoints[base.source].quantisation
         return () if own is None else item.tensor.form.read_stored(own.stored.read, item.rows)
@@ -85,19 +85,19 @@ class Sources:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Stored rows of one work item, on the CPU, or on the device already (`covmerge.run.engine.transfer`).
+    """Stored rows of one work item, on the CPU, or already on the device (`covmerge.run.engine.transfer`).
 
-    The computation empties `experts` as it goes, so that stored rows and their updates are not all
-    alive together.
+    The computation removes entries of `experts` one by one, so that stored rows and their updates are
+    not all in memory together.
 
     Attributes:
-        base: rows of the base; without content (on the meta device) where they were not read.
-        experts: rows by expert; of an adapter the factors of its update.
-        merged: those of a merged model that is inspected.
-        measured: by kind of statistic, by expert.
-        known: by expert, what a pass over its whole tensor says of these rows.
-        sources: of a tensor pass, which reads the tensor itself; nothing of it was read here.
-        packed: what the base stores of these rows, where the output is packed in the same way.
+        base: rows of the base; on the meta device (without content) where they were not read.
+        experts: rows by expert; for an adapter, the factors of its update.
+        merged: rows of the merged model that is inspected.
+        measured: statistics by kind, then by expert.
+        known: findings of the tensor pass for these rows, by expert.
+        sources: only before a tensor pass, which reads the tensor itself; the other fields are then empty.
+        packed: the base's packed tensors of these rows, where the output is packed in the same way.
     """
 
     base: Tensor
@@ -111,22 +111,22 @@ class Inputs:
     packed: tuple[Tensor, ...] = ()
 
     def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """In which dtype the experts' weights are stored; adapters have none of their own."""
+        """Return the stored dtype of each expert's weights; adapters, which have none, are left out."""
         return {n: w.dtype for n, w in self.experts.items() if isinstance(w, Tensor)}
 
     def rounded_to(self) -> dict[str, torch.dtype]:
-        """To which dtype the experts' weights were rounded; adapters have none of their own."""
+        """Return the dtype that each expert's weights were rounded to; adapters are left out."""
         return {n: rounded_to(w) for n, w in self.experts.items() if isinstance(w, Tensor)}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How long the updates of some rows are, and how far along the base; sums, which add up.
+    """Square norms of the updates of some rows, and dot products with the base; both can be added up.
 
     Attributes:
         updates: ‖Δ_t‖² by expert.
-        along: ⟨Δ_t, W_0⟩ by expert, of those whose weights were read.
-        base: ‖W_0‖²; 0 where no expert's weights are held against it.
+        along: ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read (not adapters).
+        base: ‖W_0‖²; 0 where `along` is empty.
     """
 
     updates: dict[str, float]
@@ -134,12 +134,12 @@ class Sizes:
     base: float
 
     def as_json(self) -> dict[str, Json]:
-        """What the statistics of an item have of it."""
+        """Return the fields as JSON, for the statistics of an item."""
         return {**vars(self)}
 
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
-    """Read the operands of the work on some rows, in the stored dtypes; one item for each plan."""
+    """Read the operands of a batch (one item for each plan) in their stored dtypes."""
     first = items[0]
     if first.tensor_pass:
         return Inputs(torch.empty(0), {}, sources=sources)
@@ -147,7 +147,9 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     reading = merging or [item for item in items if item.tensor.operation.compared]
     base = next((item.tensor.base for item in items if item.tensor.base is not None), None)
     packed = next((stored for item in items if (stored := sources.read_packed(item))), ())
-    as_stored = bool(packed) and not reading  # nothing is asked of what is copied packed
+    as_stored = (
+        bool(packed) and not reading
+    )  # packed rows that are copied are compared with nothing
 
     def read_base() -> Tensor:
         if base is None or as_stored:
@@ -185,9 +187,9 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
 def in_parts(
     item: WorkItem, inputs: Inputs, device: torch.device
 ) -> Iterator[tuple[WorkItem, Inputs]]:
-    """Divide an item and its inputs into the rows that are merged at once.
+    """Divide an item and its inputs into parts of `at_once` rows, which are merged one after another.
 
-    An accelerator gets the item whole: it has no cache to stay in, and every call costs it time.
+    An accelerator gets the whole item: small parts would gain no cache there, and every call costs time.
     """
     rows, step = item.rows, item.at_once
     if device.type != "cpu" or rows is None or step is None or step >= len(rows):
@@ -229,16 +231,16 @@ def take_updates(
     """Turn the stored rows of the experts into updates, with their sizes.
 
     Args:
-        item: the work.
-        inputs: its rows; the experts' are taken out.
-        dtype: of the computation.
-        device: where it runs.
-        models: what gets the experts' own weights W_t, where a method sees them.
-        keep: whether updates are asked for; else they are measured and let go.
+        item: the work item.
+        inputs: rows of the item; the experts' rows are removed from `inputs`.
+        dtype: dtype of the computation.
+        device: device of the computation.
+        models: a dictionary that receives the experts' weights W_t, for methods that see weights.
+        keep: whether to return the updates; else they are measured and dropped (None in the result).
 
     Raises:
-        NotFiniteError: NaN or Inf in them.
-        TensorError: weights that are nothing in the dtype.
+        NotFiniteError: the base or an expert has NaN or Inf, or an update overflows.
+        TensorError: float64 weights are too small for the dtype of the computation.
     """
     base = inputs.base if inputs.base.is_meta else inputs.base.to(device).to(dtype)
     updates: dict[str, Update] = {}
@@ -269,14 +271,14 @@ def take_updates(
 
 
 def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.device) -> Stored:
-    """Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
+    """Return Δ_t = W_t − W_0; rows that the expert's table lacks count as unchanged."""
     if isinstance(stored, tuple):
         return tuple(matrix.to(device).to(dtype) for matrix in stored)
     update = stored.to(device).to(dtype)
     if isinstance(update, LowRank):
         return update
     if update.shape == base.shape:
-        # A fresh tensor from the reader, or one just cast: nobody else sees the subtraction.
+        # In place: the tensor is fresh from the reader or from the cast, and has no other user.
         return update.sub_(base)
     padded = torch.zeros_like(base)
     torch.sub(update, base[: len(update)], out=padded[: len(update)])
@@ -286,7 +288,7 @@ def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.devi
 def weights_or_update(
     stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device, *, weights: bool
 ) -> Tensor:
-    """Return some rows of an expert as a method sees them, its weights or its update."""
+    """Return some rows of an expert as a tensor: its weights if `weights`, else its update."""
     if not weights:
         return dense(
             None if stored is None else _update(stored, base, dtype, device), base, dtype, device
@@ -296,13 +298,13 @@ def weights_or_update(
 
 
 def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """W_t, with the base's rows where the expert's table lacks them."""
+    """Return W_t, with the base's rows where the expert's table lacks rows."""
     weights = stored.to(device).to(dtype)
     return weights if weights.shape == base.shape else torch.cat([weights, base[len(weights) :]])
 
 
 def _square(update: Update) -> float:
-    """‖Δ‖²_F."""
+    """Return ‖Δ‖²_F."""
     if update is None:
         return 0.0
     if isinstance(update, tuple):
@@ -326,7 +328,7 @@ def _multiplied_out(update: LowRank | tuple[LowRank, ...]) -> Tensor:
 
 
 def _check_not_lost(item: WorkItem, expert: str, stored: Tensor, dtype: torch.dtype) -> None:
-    """Refuse float64 weights that are all so small that a narrower dtype takes them for zero."""
+    """Raise TensorError for float64 weights all below the smallest normal number of the compute dtype."""
     if stored.dtype != torch.float64 or dtype == torch.float64 or not stored.numel():
         return
     largest = max(map(abs, map(float, torch.aminmax(stored))))
@@ -347,9 +349,9 @@ def _name_what_is_not_finite(
     *,
     in_place: bool,
 ) -> None:
-    """Raise for the first NaN or Inf; its norm says that there is one.
+    """Raise NotFiniteError for an update whose norm is not finite; name the first NaN or Inf.
 
-    `in_place`: the update took the place of the stored weights.
+    `in_place`: the update was written over the stored weights.
     """
     start = 0 if item.rows is None else item.rows.start
     tensor = stored if isinstance(stored, Tensor) else _multiplied_out(stored)
@@ -358,13 +360,14 @@ def _name_what_is_not_finite(
     for source, values in (*read, (expert, tensor)):
         bad = ~torch.isfinite(values.double())
         if in_place and source is not None and isinstance(stored, Tensor):
-            # Finite weights overflow only over a base as long as half a step of the largest number.
+            # W_t − W_0 of finite weights is Inf only if |W_0| is at least half a step of the dtype's
+            # largest number; an Inf there is not counted as one of the stored weights.
             limit = torch.finfo(dtype).max * torch.finfo(dtype).eps / 4
             bad &= ~(values.isinf() & (base.to(values.device).abs() >= limit))
         if bad.any():
             where = [int(axis) for axis in bad.nonzero()[0]] or [0]
             where[0] += start
-            of_base = source is None  # what it holds is in the output whatever a rule says
+            of_base = source is None  # the base's values are in the output whatever a rule says
             hint = f", or leave the tensor to the base with {rules_for(name)}"
             raise NotFiniteError(
                 name,

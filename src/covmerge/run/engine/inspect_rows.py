@@ -1,4 +1,4 @@
-"""What an inspection says of some rows."""
+"""Measures some rows for an inspection."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Inputs, Update, dense, take_updates
 from covmerge.run.engine.layer import Context, base_norm_for
 
-# A spectrum is kept for pictures as so many of its values, evenly from the first to the last.
+# Number of singular values of a spectrum that are kept for pictures, evenly from the first to the last.
 _SHOWN = 64
-_HALF = 2  # bytes of a weight
+_HALF = 2  # bytes of a half-precision weight
 
 
 def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Context) -> Result:
-    """Measure some rows of base and experts, and of a merged model where there is one.
+    """Measure some rows of base and experts, and of a merged model if one is inspected.
 
-    What could not be read is a fault in the statistics: the next item goes on.
+    NaN or Inf in the rows is returned as `fault`, not raised, so that the inspection goes on.
     """
     stored = inputs.stored_dtypes()
     dtypes, merged_dtype = (
@@ -60,12 +60,12 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
     facts: dict[str, Json] = {"experts": list(updates), "merged": bool(merged)}
     facts["absent"] = [*absent]
     if layout is None:
-        # The merged model comes last: all sums are one product.
+        # The merged model comes last, so that one product gives all sums.
         whole: dict[str, Json] = {
             "sums": sums_of(base, [*updates.values(), *merged.values()]).as_json(),
             "lost": _lost(updates, base, stored, inputs.base.dtype),
         }
-        # Where a head is the same tensor every row has a gradient, and rounding decides which of them move.
+        # If the table is tied to the head, every row has a gradient, and rounding decides which rows move.
         tied = bool(item.tensor.ties)
         if item.tensor.info.role is Role.EMBEDDING and base.dim() == 2 and not tied:
             whole["rows"] = {
@@ -125,7 +125,7 @@ def _lost(
     stored: Mapping[str, torch.dtype],
     base_dtype: torch.dtype,
 ) -> dict[str, Json]:
-    """What half precision took of the updates of experts that are stored in it, as the base is."""
+    """Return the loss by half precision of updates whose expert and base share a half-precision dtype."""
     return {
         name: asdict(lost_when_stored(update, base, base_dtype))
         for name, update in updates.items()
@@ -136,7 +136,7 @@ def _lost(
 def _merged_again(
     redo: Merge, item: WorkItem, updates: Mapping[str, Tensor], rounding: tuple[Rounding, ...]
 ) -> Tensor | None:
-    """Merge a matrix once more; None where the method's gate did not fire."""
+    """Return the merged update of a matrix by `redo`; None if the method's gate did not fire."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     group = LinearGroup(tuple(updates.values()), weights, rounding=rounding)
     method = redo.procedure
@@ -152,7 +152,7 @@ def _attempt(
     factors: Sequence[LowRank | None],
     rounding: Sequence[Rounding],
 ) -> Json:
-    """What a method tells of a matrix that it merges; on the factors where all have them."""
+    """Return a method's diagnostics of a matrix; it runs on factors if all updates have them and it can."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
     method, known = merge.procedure, [factor for factor in factors if factor is not None]
     size = base_norm_for(method, item.tensor, base)
@@ -168,10 +168,10 @@ def _attempt(
 def inspect_cost(
     d_out: int, d_in: int, count: int, itemsize: int, *, spectra: bool, quadratics: bool = False
 ) -> Cost:
-    """Cost of looking at a matrix of `count` models."""
+    """Return the cost of inspecting a matrix of `count` models."""
     elementwise = Cost(40.0 * count * d_out * d_in, 0)
     if quadratics:
-        # The updates of norm 1, and what is seen of them, twice.
+        # The updates scaled to norm 1, and two products `(d_out, min(d_out, d_in))` of each.
         held = count * (d_out * d_in + 2 * d_out * min(d_out, d_in)) * itemsize
         elementwise += Cost(2.0 * count**2 * d_out * d_in * min(d_out, d_in), held)
     if not spectra:
@@ -182,7 +182,7 @@ def inspect_cost(
 
 
 def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
-    """A spectrum with its numerical rank, which ends where rounding of stored weights begins."""
+    """Return a spectrum and its numerical rank, the number of σ above the rounding of stored weights."""
     rtol = rank_tolerance(base.shape, base.dtype, None, [error])
     rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=error)
     return _shown(spectrum, rank)
@@ -202,12 +202,12 @@ def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
 
 
 def _rounded_to(update: Update) -> torch.dtype | None:
-    """To which dtype weights were rounded; factors are no weights."""
+    """Return the dtype that weights were rounded to; None for factors."""
     return rounded_to(update) if isinstance(update, Tensor) else None
 
 
 def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:
-    """The factors of one matrix, oriented; None where it is known as a tensor."""
+    """Return the oriented factors of one matrix; None if it is a tensor or the layout has parts."""
     matrix = update[place] if isinstance(update, tuple) else update
     if not isinstance(matrix, LowRank) or layout.parts is not None:
         return None

@@ -1,4 +1,4 @@
-"""The updates of some rows, and what methods make of them."""
+"""The updates of some rows, and the methods that merge them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, take_updates
 
-# What a comparison says of merged updates.
+# Measures of merged updates, for a comparison of methods.
 
 
 class Measures:
-    """Of the updates of some rows; what several merged updates are held against is made once."""
+    """Measures of merged updates against the experts' updates, which are prepared once for all of them."""
 
     def __init__(self, updates: Mapping[str, Tensor], layout: MatrixLayout | None) -> None:
-        """Look at updates.
+        """Store the updates that merged updates are measured against.
 
         Args:
             updates: Δ_t by expert, of one shape.
-            layout: how the rows hold whole matrices; None: they hold none.
+            layout: how the rows hold whole matrices; None: they hold no whole matrix.
         """
         self._updates = updates
         self._layout = layout
 
     def of(self, merged: Tensor) -> dict[str, Json]:
-        """Return ⟨W̄ − W_0, Δ_t⟩ by expert; of every matrix the stable rank and what it retains."""
+        """Return ⟨W̄ − W_0, Δ_t⟩ by expert, and the stable rank and the retention of every matrix."""
         flat = merged.reshape(-1)
         dots: dict[str, Json] = {
             expert: float(torch.dot(flat, update.reshape(-1)))
@@ -62,7 +62,7 @@ class Measures:
 
     @cached_property
     def _experts(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
-        """Of every matrix, by expert, the update and its Gram matrix."""
+        """For every matrix, the update of each expert and its Gram matrix."""
         assert self._layout is not None
         split = {name: matrices(update, self._layout) for name, update in self._updates.items()}
         count = len(next(iter(split.values())))
@@ -72,11 +72,11 @@ class Measures:
         ]
 
 
-_ROWS = 64  # that are widened at once
+_ROWS = 64  # number of rows that are widened to float64 at once
 
 
 def registered(name: str) -> Method:
-    """Return the method of a name; a function of a module, which pickles by its name."""
+    """Return the registered method of a name. Unlike a bound method, this function pickles by its name."""
     return registry.get(name)
 
 
@@ -85,14 +85,14 @@ _Seen = tuple[MatrixLayout | None, tuple[float, ...]]  # a layout, and the exper
 
 @dataclass(frozen=True)
 class Context:
-    """What the work on an item needs beside its tensors.
+    """The settings of the work on an item.
 
     Attributes:
         dtype: dtype of the computation.
-        device: where it runs.
-        thresholds: what the global passes found, a plan: `Merge.key` -> expert -> threshold.
-        compare: measure the results of several methods.
-        method: what carries out a method of a name.
+        device: device of the computation.
+        thresholds: the global passes' thresholds, for each plan: `Merge.key` -> expert -> threshold.
+        compare: whether to measure the results, for a comparison of several methods.
+        method: returns the method of a name.
     """
 
     dtype: torch.dtype
@@ -104,14 +104,14 @@ class Context:
 
 @dataclass(frozen=True)
 class Change:
-    """What a method makes of some rows, before the base is added.
+    """The result of a method for some rows, before the base is added.
 
     Attributes:
-        delta: the merged update in the stored shape; by its factors and as `(d_out, d_in)` where
-            the method is exact on them.
-        matrices: the method's diagnostics, a matrix, as JSON.
-        masks: by expert, from methods that write masks.
-        weights: the merged weights themselves, from methods that see weights.
+        delta: the merged update in the stored shape; or its factors, as `(d_out, d_in)`, where the
+            method is exact on factors.
+        matrices: the method's diagnostics of each matrix, as JSON.
+        masks: masks by expert, from methods that write masks.
+        weights: the merged weights W̄, from methods that see weights.
     """
 
     delta: Tensor | MergedFactors
@@ -120,7 +120,7 @@ class Change:
     weights: Tensor | None = None
 
     def dense(self, item: WorkItem, merge: Merge) -> Tensor:
-        """The merged update in the stored shape."""
+        """Return the merged update as a tensor in the stored shape."""
         if isinstance(self.delta, Tensor):
             return self.delta
         product = self.delta.delta.dense()
@@ -130,10 +130,10 @@ class Change:
 
 
 class LayerUpdates:
-    """The updates of some rows, or the experts' weights, and what several methods share on them."""
+    """The updates of some rows (or the experts' weights), and the results that several methods share."""
 
     def __init__(self, items: Sequence[WorkItem], inputs: Inputs, context: Context) -> None:
-        """Turn the stored rows into updates; at least one of the items is not a copy."""
+        """Turn the stored rows into updates; at least one of the items must not be a copy."""
         self._inputs = inputs
         self._context = context
         self._item = next(i for i in items if not i.tensor.operation.copies)
@@ -150,7 +150,8 @@ class LayerUpdates:
             self._models if "weights" in sees else None,
             keep="updates" in sees or context.compare,
         )
-        # Plans may weight the experts differently, and spectra of their sum go with the weights.
+        # Shared by layout and by the experts' weights: plans may weight the experts differently, and the
+        # spectra of the weighted sum depend on the weights.
         self._keeps = len(items) > 1
         self._shared: dict[_Seen, list[dict[str, Any] | None]] = {}
         self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
@@ -185,18 +186,18 @@ class LayerUpdates:
     def unrounded(
         self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
     ) -> Change | None:
-        """What the same method makes if its steps do not round to half precision, to measure their loss.
+        """Return the method's result without its rounding to half precision, to measure that loss.
 
-        None: they do not, or a tensor pass came first, by steps that do.
+        None: the method's steps do not round, or they follow a tensor pass whose steps rounded.
         """
         if merge.half is None or self._inputs.known:
             return None
         return self.change(item, merge.unrounded, thresholds)
 
     def _summed(self, item: WorkItem, merge: Merge, method: Method) -> Change | None:
-        """What a linear method makes of adapters: with their factors side by side it is one product.
+        """Return a linear method's merge of adapters, as one product of their factors side by side.
 
-        None: the method is not linear, or some updates came multiplied out.
+        None: the method is not linear, or some updates are tensors, not factors.
         """
         if not method.is_linear_for(merge.parameters):
             return None
@@ -230,7 +231,8 @@ class LayerUpdates:
         diagnostics = [result.stats for result in results]
         if merge.layout is None:
             masks = dict(zip(self._given, results[0].masks, strict=False))
-            # Of tensors of any shape, and of parts of them, only a method's own diagnostics are kept.
+            # Without a layout (tensors of any shape, or parts of them), only diagnostics of a type of the
+            # method's own are kept.
             method_diagnostics = diagnostics if method.diagnostics is not Diagnostics else []
             if results[0].weights is not None:
                 return Change(results[0].delta, method_diagnostics, masks, results[0].weights)
@@ -243,7 +245,7 @@ class LayerUpdates:
         return Change(merged, diagnostics)
 
     def ranked_vectors(self, item: WorkItem, merge: Merge) -> Iterator[tuple[str, Tensor]]:
-        """The values whose magnitudes the merge's global pass ranks, by expert, matrix by matrix."""
+        """Yield the values whose magnitudes the merge's global pass ranks, by expert, matrix by matrix."""
         method = merge.procedure
         factors = self._factors(merge, method)
         if factors is not None:
@@ -257,7 +259,7 @@ class LayerUpdates:
 
     @cached_property
     def _updates(self) -> dict[str, Tensor]:
-        """The updates as tensors; those of adapters multiplied out, where a method asks for them."""
+        """The updates as tensors; adapters are multiplied out when a method first asks for the tensors."""
         context = self._context
         return {
             expert: dense(update, self._inputs.base, context.dtype, context.device)
@@ -266,13 +268,14 @@ class LayerUpdates:
 
     @cached_property
     def measures(self) -> Measures:
-        """What a comparison says of a merged update of them."""
+        """The measures of merged updates against these updates."""
         return Measures(self._updates, self._item.matrices)
 
     def _factors(self, merge: Merge, method: Method) -> list[list[LowRank]] | None:
-        """All updates of each matrix by their factors, oriented.
+        """Return the oriented factors of all updates, for each matrix.
 
-        None: the method must see them as tensors, or (one that takes any shape) may as well.
+        None: the method needs tensors, or there is no layout and the base was read, or some updates are
+        tensors.
         """
         if not method.factored_for(merge.parameters):
             return None
@@ -281,7 +284,7 @@ class LayerUpdates:
         return self._by_factors(merge.layout)
 
     def _by_factors(self, layout: MatrixLayout | None) -> list[list[LowRank]] | None:
-        """All updates of each matrix by their factors, oriented; None: some came multiplied out."""
+        """Return the oriented factors of all updates, for each matrix; None: some updates are tensors."""
         if layout is not None and layout.parts is not None:
             return None
         stacked, transposed = (layout.stacked, layout.transposed) if layout else (False, False)
@@ -308,7 +311,7 @@ class LayerUpdates:
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
 
     def _bases(self, layout: MatrixLayout | None) -> Sequence[Tensor]:
-        """The base's matrices, oriented as the updates are."""
+        """Return the base's matrices in the orientation of the updates."""
         return [self.base()] if layout is None else matrices(self.base(), layout)
 
     def _groups(
@@ -362,7 +365,7 @@ class LayerUpdates:
     def _rounding_of(
         self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
     ) -> list[tuple[Rounding, ...]]:
-        """What rounding of the stored weights gives to the updates of each matrix."""
+        """Return the rounding of the stored weights in the updates of each matrix."""
         if layout not in self._rounding:
             dtypes = [self._rounded_to.get(expert) for expert in self._updates]
             base = self._bases(layout) if any(dtypes) else [None] * len(views)
@@ -380,11 +383,11 @@ class LayerUpdates:
     def _base_norms(
         self, tensor: TensorPlan, layout: MatrixLayout | None, method: Method, count: int
     ) -> Sequence[float | None]:
-        """`base_norm_for` of each matrix, where the base was read."""
+        """Return `base_norm_for` of each matrix; None if the base was not read or the norm is not used."""
         base = self._inputs.base
         if base.is_meta or not method.base_norm:
             return [None] * count
-        # On the device, whether it was sent there ahead or not: the norm is rounded in one way.
+        # Computed on the device even if the base was not sent ahead, so that the rounding is the same.
         base = base.to(self._context.device)
         whole = [base] if layout is None else matrices(base, layout)
         return [base_norm_for(method, tensor, matrix) for matrix in whole]
@@ -403,12 +406,12 @@ class LayerUpdates:
 
 @contextmanager
 def naming(tensor: TensorPlan) -> Generator[None]:
-    """Say which tensor a method cannot merge; the method itself knows no names."""
+    """Add the tensor's name to errors of a method in the block; the method itself knows no names."""
     try:
         yield
     except (TensorError, ResourceError) as error:
         raise type(error)(f"'{tensor.name}': {error}") from error
-    except Exception as error:  # of a method that somebody wrote
+    except Exception as error:  # an error of a user's own method
         getattr(error, "add_note", str)(
             f"while '{tensor.name}' was merged"
         )  # Python 3.11 and later
@@ -416,9 +419,9 @@ def naming(tensor: TensorPlan) -> Generator[None]:
 
 
 def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float | None:
-    """‖W_0‖ of a matrix as it is stored, for methods that use it; None outside the row of blocks.
+    """Return ‖W_0‖ of a stored matrix, in float64; it is summed 64 rows at a time.
 
-    A few rows at a time in float64.
+    None: the method does not use the norm, or the tensor is outside the sequence of blocks.
     """
     if not method.base_norm or not tensor.info.in_blocks:
         return None
@@ -427,7 +430,7 @@ def base_norm_for(method: Method, tensor: TensorPlan, stored: Tensor) -> float |
 
 
 def _owned(result: Merged, updates: Mapping[str, Tensor]) -> Tensor:
-    """A result that may be added to: not one of the updates handed back."""
+    """Return a merged update that may be written over: a copy if the method returned one of the updates."""
     if any(result.delta.data_ptr() == update.data_ptr() for update in updates.values()):
         return result.delta.clone()
     return result.delta

@@ -1,4 +1,4 @@
-"""The options of one run: how it is done, and nothing that decides its result."""
+"""The options of one run: they set how the run is done, not which merge it computes."""
 
 from __future__ import annotations
 
@@ -35,27 +35,27 @@ from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is done.
+    """The options of one run.
 
     Attributes:
-        device: where the mathematics runs; `cuda`: each process takes another GPU of its machine; `auto`:
-            that where this machine has one, else the CPU; of other machines, where one of them has one.
-        threads: CPU threads of the mathematics; None: torch's setting.
-        workers: processes that share the work; 1: this one does it, in threads; "auto": as many as the
-            work, the cores and the memory are worth. They import the main
-            script anew, which must merge under `if __name__ == "__main__":` then.
-        rank: which of several processes this is that were all started to do this merge; None: the only.
-        elsewhere: the other machines that do the work; None: none do.
-        patience: seconds for which a rank that is not heard of is taken to be there.
-        max_memory: bytes that the process may take; None: what the machine has free.
-        resume: go on with an interrupted run.
-        overwrite: replace an output of covmerge.
-        progress: called for every finished piece of work; None: nothing is.
-        collecting: called for every batch that the base is run on, where its inputs are made first.
-        cluster: address of a Ray cluster, which is put as `elsewhere`.
+        device: the device that computes; with `cuda`, the processes of a machine take its GPUs in turn;
+            `auto` means `cuda` if this machine (or a machine of the cluster) has a GPU, else `cpu`.
+        threads: CPU threads that compute; None: torch's setting.
+        workers: number of processes that share the work; 1: this process works alone, in threads; "auto": a
+            number chosen by the work, the cores and the memory. Worker processes import the main script
+            again, so the script must merge under `if __name__ == "__main__":`.
+        rank: this process among several that were all started to do this merge; None: it is alone.
+        elsewhere: the Ray cluster that does the work; None: this machine does.
+        patience: seconds without news after which a rank is considered gone.
+        max_memory: bytes that the process may take; None: the free memory of the machine.
+        resume: whether to continue an interrupted run.
+        overwrite: whether to replace an existing output of covmerge.
+        progress: called for every finished piece of work; None: progress is not reported.
+        collecting: called for every batch that runs through the base, where its inputs are collected first.
+        cluster: address of a Ray cluster; it sets `elsewhere`.
 
     Raises:
-        InputError: `workers` is nothing of these.
+        InputError: `workers` is neither a number above 0 nor "auto".
     """
 
     device: str = "cpu"
@@ -72,7 +72,7 @@ class RunOptions:
     cluster: InitVar[str | None] = None
 
     def __post_init__(self, cluster: str | None) -> None:
-        """Refuse what are no workers, and put an address as the machines there."""
+        """Check `workers`, and turn the address of a cluster into `elsewhere`."""
         if cluster is not None:
             nodes = RayCluster(cluster, named_device(self.device))
             object.__setattr__(self, "elsewhere", nodes)
@@ -83,10 +83,10 @@ class RunOptions:
             )
 
     def check_in_memory(self) -> None:
-        """Refuse what is about a folder, of a run whose result stays in memory.
+        """Check the options of a run whose result stays in memory.
 
         Raises:
-            InputError: it is to replace one, or to go on with one.
+            InputError: `overwrite` or `resume` is set; both need an output folder.
         """
         given = {Hint("overwrite"): self.overwrite, Hint("resume"): self.resume}
         for hint in (hint for hint, wanted in given.items() if wanted):
@@ -96,26 +96,26 @@ class RunOptions:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where items are computed. What other machines compute on they have, and check it there."""
+        """The device that computes items; the device of other machines is checked there, not here."""
         return self.device_here if self.elsewhere is None else self.elsewhere.device
 
     @property
     def device_here(self) -> torch.device:
-        """The device of this process; see `own_device` and `usable_device`."""
+        """The device of this process, checked to be usable; see `own_device` and `usable_device`."""
         return usable_device(str(self._devices(1)[0]))
 
     def _devices(self, workers: int) -> list[torch.device]:
-        """Where each of so many processes that do the work of this one computes."""
+        """Return the device of each of `workers` processes that do the work of this process."""
         first = 0 if self.rank is None else self.rank.place * workers
         return [own_device(self.device, first + number) for number in range(workers)]
 
     @property
     def shown_progress(self) -> Progress:
-        """What is called for finished work; see `Silent`."""
+        """The object that is called for finished work; `Silent` where progress is not reported."""
         return self.progress or Silent()
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
-        """Divide the memory; see `plan_memory`. What other machines do is held against theirs instead."""
+        """Divide the memory; see `plan_memory`. Other machines check against their own memory."""
         if self.elsewhere is not None:
             resident = psutil.Process().memory_info().rss + held + self.elsewhere.client_holds
             return MemoryPlan(resident, 0, 0, lanes=1)
@@ -124,7 +124,7 @@ class RunOptions:
         return self._memory_of(self.workers, plans, held, shared)
 
     def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        """Divide the memory among as many processes as are worth it."""
+        """Choose the number of processes, and divide the memory among them."""
         chosen = choose_workers(
             plans,
             device=self.torch_device,
@@ -159,14 +159,14 @@ class RunOptions:
             processes=ceil(memory.workers / max(1, gpus_of(self.device))),
             shared=shared,
         )
-        # What is in flight is on the device then, beside what is computed.
+        # Inputs that go ahead lie on the device, beside the item that is computed.
         ahead = pinned_bytes(self.torch_device) > 0
         return replace(memory, ahead=ahead and (left is None or memory.own_in_flight <= left))
 
     def computed(self) -> str:
-        """Say how matrices are computed, as far as their rounding hangs on it.
+        """Return a phrase on the settings that decide how products are rounded: device and precision.
 
-        A run is gone on with in the same way: else the output would have some of each.
+        A run is resumed only with the same settings; else parts of the output would be rounded differently.
         """
         precision = precision_of_products(self.torch_device)
         products = "" if precision == "highest" else f", float32 products in {precision} precision"
@@ -174,13 +174,13 @@ class RunOptions:
 
     @property
     def processor(self) -> str:
-        """What computes: on another one of its kind sums may be rounded otherwise."""
+        """The name of the CPU or GPU that computes; another model may round sums differently."""
         return "a cluster's" if self.elsewhere is not None else processor_of(self.torch_device)
 
     def threads_for(self, plan: Plan) -> int | None:
-        """Return how many threads compute a large matrix of a plan: it decides how sums are rounded.
+        """Return how many CPU threads compute a large matrix; the number decides how sums are rounded.
 
-        None where there is none, or it goes element by element.
+        None: a GPU computes, the plan merges no large matrix, or all large ones element by element.
         """
         device = self.torch_device
         if device.type != "cpu":
@@ -192,7 +192,7 @@ class RunOptions:
         return self.threads or torch.get_num_threads()
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
-        """Return what carries the work out; `opener` says how other processes open the sources."""
+        """Return the executor of the run; `opener` returns how other processes open the sources."""
         if self.elsewhere is not None:
             return self.elsewhere.executor(opener(), self.max_memory)
         threads = Threads(

@@ -1,4 +1,4 @@
-"""Where results go: tensors in memory, or files at planned places with room on the disk."""
+"""The outputs of a run: tensors in memory, or files at planned places; and the room on the disk."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from covmerge.plan.recipe import format_size
 
 
 class Output(Protocol):
-    """Takes the results of items, in any order."""
+    """A destination of results, which arrive in any order."""
 
     @property
     def in_files(self) -> bool:
-        """Whether another process that is sent this writes to the same place."""
+        """Whether a pickled copy of this object in another process writes to the same place."""
         ...
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
-        """Keep tensors, each at its place, and return a checksum of all of them."""
+        """Store each tensor at its place, and return a checksum of all tensors."""
         ...
 
     def read_back(self, places: Sequence[Place]) -> str:
-        """Return the checksum of what is there."""
+        """Return the checksum of the bytes that are stored at the places."""
         ...
 
 
 class MemoryOutput:
-    """Tensors by part and name."""
+    """An output in memory: tensors by part and name."""
 
     in_files = False
 
@@ -48,7 +48,7 @@ class MemoryOutput:
         }
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
-        """Copy the rows in place; nobody asks for a checksum."""
+        """Copy the rows to their places; return no checksum, as memory is never read back."""
         for place, tensor in zip(places, tensors, strict=True):
             target, rows = self.tensors[place.part][place.tensor], place.rows
             if target.is_complex():
@@ -58,13 +58,13 @@ class MemoryOutput:
         return ""
 
     def read_back(self, places: Sequence[Place]) -> str:
-        """Nothing survives a process."""
+        """Return no checksum: memory does not survive the process."""
         del places
         return ""
 
 
 class FileOutput:
-    """Rows at their places in the files of each part."""
+    """An output in files: rows at their places in the files of each part."""
 
     def __init__(self, writers: Mapping[str, ShardWriter]) -> None:
         self._writers = writers
@@ -83,37 +83,37 @@ class FileOutput:
         return " ".join(self._writers[p.part].read_back(p.tensor, p.rows) for p in places)
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk."""
+        """Wait until all written bytes are on the disk."""
         for writer in self._writers.values():
             writer.flush()
 
 
 class NoOutput:
-    """Forgets the rows: for comparisons that want no models."""
+    """An output that drops the rows, for comparisons that write no models."""
 
     in_files = True
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
-        """Let them go."""
+        """Drop the tensors."""
         del places, tensors
         return ""
 
     def read_back(self, places: Sequence[Place]) -> str:
-        """Nothing is kept."""
+        """Return no checksum: nothing is stored."""
         del places
         return ""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Disk space that an output needs, and where it would lie."""
+    """The disk space that an output needs, and the space that is free in its folder, in bytes."""
 
     needed: int
     free: int
     folder: Path
 
     def check(self) -> None:
-        """Refuse an output that does not fit."""
+        """Raise ResourceError if the output does not fit."""
         if self.needed > self.free:
             raise ResourceError(
                 f"no room for the output: {format_size(self.needed)} needed, "
@@ -123,7 +123,7 @@ class Room:
 
 
 def room_for(plans: Sequence[Plan], out: Path) -> Room:
-    """Return what the plans' outputs need, and what is free where `out` would be made."""
+    """Return the space that the plans' outputs need, and the free space where `out` is or would be made."""
     existing = next(path for path in (out, *out.absolute().parents) if path.exists())
     needed = sum(plan.write_bytes for plan in plans)
     return Room(needed, shutil.disk_usage(existing).free, existing)

@@ -1,4 +1,4 @@
-"""The executor of processes: each opens the sources for itself, and does its share in threads."""
+"""The executor of processes: each process opens the sources and does its share of the work in threads."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from covmerge.run.engine.threads import Threads
 _Load = tuple[int, Batch]
 
 _SPAWN = get_context("spawn")  # a fork of a process with threads may hang
-# How far ahead the largest item is looked for. Hashes of the sources follow what has been looked at
-# (`InStep`), in the order of the files: they may be as far ahead of the reader, and no further, so that
-# each finds in the page cache what the other has read.
+# Bytes of batches that are searched ahead for the largest. The hashes of the sources follow the batches
+# taken so far (`InStep`), in the order of the files. They may be this far ahead of the reader and no
+# further, so that each finds in the page cache the bytes that the other has read.
 _LOOK_AHEAD = 2 * 2**30
 
 
 class Processes(Executor):
-    """An executor. The processes start with the first work, and live until it is closed.
+    """An executor of processes, which start with the first work and live until it is closed.
 
-    Every item is computed with the number of threads that the executor of threads gives it, so that
-    the bytes are the same.
+    Every item is computed with as many threads as the executor of threads uses, so that the bytes of
+    the output are the same.
 
     Args:
-        devices: where each of them computes; as many as there are to be.
-        opener: opens the sources; it is pickled.
-        inner: does the work of each.
-        hands: batches that each has at once: with two, one is read while the other is computed.
+        devices: the device of each process; one process for each.
+        opener: opens the sources in a process; it is pickled.
+        inner: the executor of threads inside each process.
+        hands: batches that each process has at once; with two, one is read while the other is computed.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Processes(Executor):
         self._alone = Path(self._folder.name) / "alone"
 
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
-        """See `Executor.run`. What a process that died had not handed over is done once more.
+        """See `Executor.run`. Batches that a process had not finished when it died are done again.
 
         Raises:
-            ResourceError: two processes died over one batch.
-            InputError: a process could not start.
+            ResourceError: two processes died over one batch, or while they sent their counters.
+            InputError: a process could not start, or the output is in memory.
         """
         if task.outputs and not all(output.in_files for output in task.outputs):
             raise InputError(
@@ -90,7 +90,7 @@ class Processes(Executor):
         for device in self._devices[len(self._workers) :]:
             self._workers.append(self._start(device))
         try:
-            for _ in range(self._hands):  # so that none has two before each has one
+            for _ in range(self._hands):  # so that no process has two batches before each has one
                 for worker in self._workers:
                     worker.give(stage)
             while any(worker.loads for worker in self._workers):
@@ -99,17 +99,17 @@ class Processes(Executor):
                 if not any(worker.loads for worker in self._workers):
                     self._collect(stage)
         except BaseException:
-            self.close()  # whatever the processes are at is of no use any more
+            self.close()  # the work in progress is of no use any more
             raise
         for counts in stage.counts:
             assert task.selections is not None
-            # Not before all have ended: a process starts with what is there.
+            # Only after all processes have ended: a new process starts with a copy of the selections.
             task.selections.absorb_counted(memoryview(counts))
 
     def read_files(
         self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
-        """See `Executor.read_files`: by this process; the others have done all that there is for them."""
+        """See `Executor.read_files`. End the other processes, which are done, and read in this one."""
         self.close()
         return super().read_files(sizes, file_check, base)
 
@@ -126,7 +126,7 @@ class Processes(Executor):
         return [worker for worker in busy if worker.connection in ready]
 
     def _take(self, worker: _Worker, stage: _Stage) -> Iterator[Done]:
-        """Hand on what a process has done, and give it more."""
+        """Yield an item that a process has finished; after the last of a batch, give it a new batch."""
         try:
             done: Done = worker.receive()
         except (EOFError, ConnectionError, pickle.UnpicklingError):
@@ -142,9 +142,9 @@ class Processes(Executor):
             yield done
 
     def _collect(self, stage: _Stage) -> None:
-        """Tell the processes that this was all, and take over what they have counted.
+        """End the stage in the processes, and take their counters.
 
-        What one had that died is counted again.
+        If a process has died, its batches are counted again.
         """
         for worker in list(self._workers):
             try:
@@ -153,7 +153,7 @@ class Processes(Executor):
                 self._replace(worker, stage)
 
     def _replace(self, dead: _Worker, stage: _Stage) -> None:
-        """Start another process in the place of one that died."""
+        """Replace a dead process by a new one, which first does the batches that the dead one had."""
         dead.process.join()
         if not dead.answered and (dead.process.exitcode or 0) > 0:
             raise InputError(
@@ -163,7 +163,7 @@ class Processes(Executor):
             )
         if dead.loads:
             index, batch = dead.loads[0]
-            if index in stage.retried:  # by itself, unless what it had counted was lost since
+            if index in stage.retried:  # it was retried alone, unless counters were lost since
                 raise ResourceError(
                     f"two worker processes ended over '{batch[0].tensor.name}' (the last by "
                     f"{_ended(dead.process)}): is the memory used up? Take fewer {Hint('workers')}"
@@ -181,8 +181,8 @@ class Processes(Executor):
         place = self._workers.index(dead)
         dead.stop()
         self._workers[place] = worker = self._start(dead.device)
-        # Whichever of these it died over: each is done by itself, so that a second death tells. Who was
-        # given one load at first has one at a time until the stage ends.
+        # Any of these batches may have killed the process. Each is done alone, so that a second death shows
+        # which. A process that is given one batch at first has one at a time until the stage ends.
         worker.left = dead.loads
         worker.give(stage)
 
@@ -202,22 +202,22 @@ class Processes(Executor):
             daemon=True,
         )
         process.start()
-        theirs.close()  # so that the end of the process is the end of the pipe
+        theirs.close()  # so that the pipe ends when the process ends
         return _Worker(process, ours, device)
 
 
 @dataclass
 class _Stage:
-    """One run over batches, as the processes share it.
+    """The state of one run over batches that the processes share.
 
     Attributes:
-        loads: those that nobody has begun.
-        task: without sources, which every process opens for itself.
-        lost_counts: whether one died as it handed over what it had counted.
-        again: what a process had counted when it died.
-        retried: the loads, by their index, that one had in hand when it died.
-        handed_on: what has been handed on, as index and place in the batch.
-        counts: what the processes have counted, one by one.
+        loads: batches that no process has begun.
+        task: the task without its sources, which every process opens itself.
+        lost_counts: whether a process has died while it sent its counters.
+        again: batches to count again, because the process that had counted them died.
+        retried: indices of the batches that a process had when it died.
+        handed_on: items already yielded, as (index of the batch, place in the batch).
+        counts: the counters of each process, as bytes.
     """
 
     loads: Iterator[_Load]
@@ -229,22 +229,22 @@ class _Stage:
     counts: list[bytes] = field(default_factory=list[bytes])
 
     def next(self) -> _Load | None:
-        """Return what is to be done next; None: nothing."""
+        """Return the next batch; None: no batch is left."""
         return self.again.popleft() if self.again else next(self.loads, None)
 
 
 @dataclass
 class _Worker:
-    """A process, and what it is doing.
+    """A worker process and its batches.
 
     Attributes:
-        process: itself.
-        connection: to it.
-        device: where it computes.
-        left: what it is to do first, of one that died.
-        loads: what it has in hand; it does one after the other.
-        ended: what it has done of the stage that was sent to it.
-        answered: whether it has ever done anything.
+        process: the process.
+        connection: this end of the pipe to the process.
+        device: the device that the process computes on.
+        left: batches of a dead process that this one does first.
+        loads: batches that the process has, in the order in which it does them.
+        ended: batches of the current stage that the process has finished.
+        answered: whether the process has ever finished an item.
     """
 
     process: BaseProcess
@@ -256,7 +256,7 @@ class _Worker:
     answered: bool = False
 
     def give(self, stage: _Stage) -> None:
-        """Give it what is to be done next, if there is anything; before the first, tell it of the stage."""
+        """Send the next batch, if one is left; before the first batch of a stage, send the task."""
         load = self.left.popleft() if self.left else stage.next()
         if load is None:
             return
@@ -266,14 +266,14 @@ class _Worker:
         self._send(load)
 
     def receive(self) -> Any:
-        """Return what it sends, or raise it: an error."""
+        """Return the next message of the process; raise it if it is an error."""
         answer = self.connection.recv()
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def end(self, stage: _Stage) -> None:
-        """End a stage that was sent to it, and give what it has counted to that."""
+        """End the stage in the process, if it has done a batch, and add its counters to the stage."""
         if self.ended:
             self._send(None)
             if stage.task.selections is not None:
@@ -281,13 +281,13 @@ class _Worker:
             self.ended = []
 
     def stop(self) -> None:
-        """End it."""
+        """Kill the process and close the connection."""
         self.process.kill()
         self.process.join()
         self.connection.close()
 
     def _send(self, message: object) -> None:
-        # One that has died is noticed when it should answer.
+        # A process that has died is noticed when its answer is read.
         with suppress(BrokenPipeError, ConnectionError):
             self.connection.send(message)
 
@@ -310,11 +310,11 @@ def _serve(
     inner: Threads,
     caller: Caller,
 ) -> None:
-    """What a worker process does until the run is over, or its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run is ended by its parent
+    """Do the work of a worker process until its parent kills it or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends the run
     on_cpu = device.type == "cpu"
     use_threads(threads if on_cpu else 1)
-    # Of the system: it ends with a process that is killed.
+    # A lock of the operating system, which frees it when the process is killed.
     lock = FileLock(alone) if on_cpu else nullcontext()
     try:
         usable_device(str(device))
@@ -336,15 +336,15 @@ def _work(
     task: Task,
     alone: AbstractContextManager[object],
 ) -> None:
-    """Do what is given of one stage, and hand over what was counted."""
+    """Do the batches of one stage that the parent sends, then send the counters."""
     loads: Iterator[_Load] = iter(connection.recv, None)
     with inner.running(loads, task, alone) as finished:
         try:
             for done in finished:
                 connection.send(done)
         except BaseException as error:
-            # At once: the block ends with the thread that reads, and that waits for its next load. The
-            # parent, once told, ends this process.
+            # Sent at once: the block would wait for the reading thread, which waits for its next batch. The
+            # parent kills this process when it gets the error.
             _tell(connection, error)
             raise
     if task.selections is not None:

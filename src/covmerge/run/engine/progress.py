@@ -1,4 +1,4 @@
-"""Progress of a run: what is called as it advances, in whichever form the caller has it."""
+"""Progress of a run: a caller's object, function or class of bars, called as the run advances."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from covmerge.base.errors import InputError
 
 @runtime_checkable
 class Progress(Protocol):
-    """Called as a run advances, from one thread at a time."""
+    """An object that is called as a run advances, from one thread at a time."""
 
     def start(self, total: int) -> None:
-        """Work begins: so many bytes will be read and written."""
+        """Note that work begins; `total` bytes will be read and written."""
         ...
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """So many of them are done, or were found done by an earlier run; `what` was the last."""
+        """Note `size` more bytes as done, by an earlier run if `resumed`; tensor `what` was the last."""
         ...
 
     def finish(self) -> None:
-        """Work is over, in success or failure."""
+        """Note that work is over, in success or failure."""
         ...
 
 
 class Bar(Protocol):
-    """A bar that counts to a total, as tqdm's: made with `total`, `unit` and `unit_scale`."""
+    """A bar that counts to a total, like tqdm's; it is made with `total`, `unit` and `unit_scale`."""
 
     def update(self, n: int, /) -> object:
-        """So many more are done."""
+        """Note that `n` more bytes are done."""
         ...
 
     def close(self) -> object:
-        """Work is over."""
+        """Close the bar: work is over."""
         ...
 
 
@@ -44,28 +44,28 @@ AnyProgress = Progress | Advanced | type[Bar]
 
 
 class Silent:
-    """Progress for callers that want none."""
+    """A progress that does nothing, for callers that gave none."""
 
     def start(self, total: int) -> None:
-        """Work begins."""
+        """Do nothing."""
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Some of it is done."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Work is over."""
+        """Do nothing."""
 
 
 def as_progress(given: AnyProgress) -> Progress:
-    """Return what a caller gave as the object that a run calls.
+    """Turn a caller's progress into the object that a run calls.
 
     Args:
         given: an object with `start`, `advance` and `finish`; a function of the bytes done, the bytes in
-            all and the tensor last done; or a class of bars, such as `tqdm.auto.tqdm`, of which each run
-            makes one.
+            all and the tensor last done; or a class of bars, such as `tqdm.auto.tqdm`. Each run makes one
+            bar of the class.
 
     Raises:
-        InputError: it is none of these.
+        InputError: `given` is none of these.
 
     Example:
         >>> shown = as_progress(lambda done, total, what: print(f"{what}: {done} of {total}"))
@@ -91,12 +91,12 @@ def as_progress(given: AnyProgress) -> Progress:
 
 
 def _called(given: object) -> object:
-    """What a caller's function is underneath: a bar may have arguments, partial(tqdm, ncols=60)."""
+    """Return the function or class inside a partial: a bar may have arguments, partial(tqdm, ncols=60)."""
     return cast("partial[object]", given).func if isinstance(given, partial) else given
 
 
 class _Called:
-    """A function that is called with what is done."""
+    """A progress that calls a function with (bytes done, bytes in all, tensor last done)."""
 
     def __init__(self, function: Advanced) -> None:
         self._function = function
@@ -115,7 +115,7 @@ class _Called:
 
 
 class _Bars:
-    """A bar for each run, of a class like tqdm."""
+    """A progress that makes a bar for each run, from a class like tqdm."""
 
     def __init__(self, make: Callable[..., Bar]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""One run: global passes, then every item that is not finished; the journal is kept here."""
+"""Does one run: global passes, then every unfinished item; it also keeps the journal."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from covmerge.run.engine.selection import Selections
 
 
 class Times(TypedDict):
-    """Seconds of a run, and of its stages, which overlap.
+    """Seconds of a run and of its stages, which overlap.
 
-    Reading and global passes serve all plans of a run; `compute_seconds` are of one plan. Where several
-    items were computed at once, their seconds add up.
+    Reading, writing and global passes are counted for all plans of a run together, `compute_seconds` for
+    one plan. The seconds of items that were computed at once are added up.
     """
 
     seconds: float
@@ -45,7 +45,7 @@ class Times(TypedDict):
 
 
 class Figures(Times):
-    """Seconds of the stages, and bytes of memory."""
+    """Seconds of a run and its stages, and its peak memory in bytes."""
 
     peak_memory: int
     expected_peak_memory: int
@@ -53,10 +53,10 @@ class Figures(Times):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did by one plan: what there is to say of each item, in plan order, and its cost.
+    """The result of a run for one plan: measurements of each item, in plan order, and times.
 
-    An item that an earlier run finished has no seconds. `spans` say when all of it happened, in seconds
-    from its start.
+    An item that an earlier run finished has None as its seconds. `spans` are the times of all stages, in
+    seconds from the start of the run.
     """
 
     items: tuple[Mapping[str, Json], ...]
@@ -82,14 +82,14 @@ def run(
         work: each plan and where its results go; item by item the plans have the same rows
             (`covmerge.plan.planning.build_plans`).
         sources: the checkpoints.
-        context: what the work needs to know; the global passes' thresholds are found here.
-        executor: does the work.
-        progress: called for every finished item.
-        journal: of one plan, what is finished; without one the work cannot be resumed.
-        follow: called with the share of the sources that the last pass has come to.
+        context: settings of the work; this function adds the thresholds of the global passes.
+        executor: the executor that does the work.
+        progress: called for every finished batch.
+        journal: the finished items of a single plan; without a journal, the run cannot be resumed.
+        follow: called with the share of the sources that the last pass has read.
 
     Raises:
-        CovmergeError: as the work raises; the first error ends it.
+        CovmergeError: the first error of the work; it ends the run.
     """
     plans = [plan for plan, _ in work]
     batches = _batches(plans)
@@ -99,7 +99,7 @@ def run(
         task = _with_thresholds(work, Task(sources, context), executor, progress.advance)
         ranked = time.perf_counter()
         record = _Record(batches, task, journal, progress, follow)
-        # Closed by hand: an error here must not leave threads at work.
+        # Closed explicitly, so that an error here leaves no thread at work.
         with closing(executor.run(record.unfinished(), task)) as finished:
             for done in finished:
                 record.take(done)
@@ -114,7 +114,7 @@ def run(
 def run_part(
     plan: Plan, output: Output, sources: Sources, context: Context, *, executor: Executor
 ) -> None:
-    """Do a part of what another process runs, keeps the journal of, and ends."""
+    """Do a part of a run whose journal, progress and end are in the hands of another process."""
     task = _with_thresholds([(plan, output)], Task(sources, context), executor, _untold)
     with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
         for _ in finished:
@@ -122,7 +122,7 @@ def run_part(
 
 
 def _untold(what: str, size: int) -> None:
-    """Who keeps the journal tells how far the work is."""
+    """Do nothing: the process that keeps the journal reports the progress."""
 
 
 def _batches(plans: Sequence[Plan]) -> list[Batch]:
@@ -135,7 +135,7 @@ def _with_thresholds(
     executor: Executor,
     advance: Callable[[str, int], None],
 ) -> Task:
-    """Find the thresholds, and return what the merge needs."""
+    """Find the thresholds, and return the task of the merge."""
 
     def count(counted: Sequence[Batch], selections: Selections) -> Generator[Done]:
         return executor.run(enumerate(counted), replace(task, selections=selections))
@@ -146,7 +146,7 @@ def _with_thresholds(
 
 
 class _Record:
-    """What has been done, of all batches."""
+    """The record of the finished items of all batches."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class _Record:
         self._resumed: list[int] = []
 
     def unfinished(self) -> Iterator[tuple[int, Batch]]:
-        """The batches that are to be done; what an earlier run has finished is passed over."""
+        """Yield the unfinished batches; note the results of batches that an earlier run has finished."""
         total, passed = sum(map(read_together, self._batches)), 0
         for index, batch in enumerate(self._batches):
             earlier = self._earlier(batch)
@@ -176,13 +176,13 @@ class _Record:
                 self._resumed.append(index)
             else:
                 yield index, batch
-            # The executor comes back when it has read the batch.
+            # The executor asks for the next batch after it has read this one.
             passed += read_together(batch)
             if self._follow is not None:
                 self._follow(passed / max(1, total))
 
     def take(self, done: Done) -> None:
-        """Note an item; a line in the journal stands for bytes that are there."""
+        """Note a finished item; a journal entry is written only after the item's bytes are."""
         self.tell_resumed()
         batch = self._batches[done.index]
         self._found[done.number][done.index] = done.stats
@@ -193,13 +193,13 @@ class _Record:
             self._progress.advance(batch[0].tensor.name, moved_together(batch))
 
     def tell_resumed(self) -> None:
-        """Report what was found done, which another thread has found."""
+        """Report batches of an earlier run to `progress`; `unfinished` finds them in another thread."""
         while self._resumed:
             batch = self._batches[self._resumed.pop()]
             self._progress.advance(batch[0].tensor.name, moved_together(batch), resumed=True)
 
     def result(self, number: int, begun: float, seconds: float, ranking: Span) -> RunResult:
-        """Return what was done by one of the plans."""
+        """Return the result of plan `number`."""
         done = self._done[number]
         shared = [span for other in self._done for d in other.values() for span in d.spans]
         computing = {i: s for i, d in done.items() for s in d.spans if s.stage == "compute"}
@@ -231,7 +231,7 @@ class _Record:
         return [self._finished(item, output) for item, output in pairs]
 
     def _finished(self, item: WorkItem, output: Output) -> Mapping[str, Json] | None:
-        """Statistics of a journaled item whose bytes still have their checksum."""
+        """Return the statistics of a journaled item if its bytes still have their checksum, else None."""
         entry = self._journal and self._journal.finished.get(item.key)
         if entry is None or entry.checksum != output.read_back(item.places):
             return None

@@ -1,4 +1,4 @@
-"""The thresholds of global passes, while the rows go by: a magnitude for each expert of each of them."""
+"""Finds the thresholds of global passes: one magnitude for each expert of each pass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from covmerge.maths.linalg.select import MagnitudeSelect, threshold_rank
 from covmerge.plan.planning.operations import Count
 from covmerge.plan.planning.types import Plan, PlannedPass
 
-# Bits to which a guess is taken to be right: a sixteenth of a language model of 135M parameters was up to
-# 1.2 % off, of an encoder of 22M up to 3.5 %.
+# Number of bits in which a guess is assumed to be right. A guess from a sixteenth of a language model of
+# 135M parameters was up to 1.2 % off, from a sixteenth of an encoder of 22M up to 3.5 %.
 _GUESSED = 5
 _COUNTERS = 8 * 2 ** (24 - _GUESSED)  # bytes of an expert's counters around its guess
 
@@ -23,7 +23,7 @@ Thresholds = Mapping[str, Mapping[str, float]]  # Merge.key -> expert -> thresho
 
 
 def counters_of(plans: Sequence[Plan]) -> int:
-    """Return what counters around guesses take, of global passes large enough for these, and their sums."""
+    """Return the bytes of all experts' counters, and of their sums, in global passes with a sample."""
     global_passes = (
         global_pass for plan in plans for global_pass in plan.global_passes if global_pass.sample
     )
@@ -31,7 +31,7 @@ def counters_of(plans: Sequence[Plan]) -> int:
 
 
 class Selections:
-    """The reduction of the work of counting. Any thread may add to it."""
+    """The counters of all experts of all global passes. Any thread may add to them."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Selections:
         dtype: torch.dtype,
         guesses: Sequence[Thresholds],
     ) -> None:
-        """Look for the thresholds of the global passes of each plan, near those that are guessed."""
+        """Prepare to find the thresholds of each plan's global passes, near the guesses."""
         self._selects = [
             {
                 global_pass.merge.key: {
@@ -58,7 +58,7 @@ class Selections:
 
     @property
     def settled(self) -> bool:
-        """Whether all of them are found."""
+        """Whether all thresholds are found."""
         return all(select.settled for select in self._all())
 
     def add(self, count: Count, expert: str, vector: Tensor) -> None:
@@ -68,26 +68,26 @@ class Selections:
             select.add(vector)
 
     def emptied(self) -> Selections:
-        """Return one of the same pass that has counted nothing."""
+        """Return a copy for the same pass that has counted nothing."""
         other = copy.deepcopy(self)
         for select in other._all():
             select.forget()
         return other
 
     def counted(self) -> bytes:
-        """Return what was counted in this pass, for `absorb_counted`: most counters are 0."""
+        """Return this pass's counters for `absorb_counted`, compressed: most counters are 0."""
         counts = (select.counted() for select in self._all() if not select.settled)
         return zlib.compress(b"".join(counts), level=1)
 
     def absorb_counted(self, counts: memoryview) -> None:
-        """Add what another, of the same pass, has counted.
+        """Add the counters of another process in the same pass.
 
         Raises:
-            ValueError: it is of something else.
+            ValueError: the bytes are not counters of this pass.
         """
         selects = [select for select in self._all() if not select.settled]
         size = sum(select.counted_bytes for select in selects)
-        try:  # never more than is asked for, whatever the bytes claim
+        try:  # decompress at most the expected size, whatever the bytes claim
             whole = memoryview(zlib.decompressobj().decompress(counts, size + 1))
         except zlib.error:
             whole = memoryview(b"")
@@ -98,13 +98,13 @@ class Selections:
             whole = whole[select.counted_bytes :]
 
     def end_pass(self) -> None:
-        """Settle what all rows of a pass tell."""
+        """Use the counts of all rows: settle thresholds, or narrow their ranges for the next pass."""
         for select in self._all():
             if not select.settled:
                 select.end_pass()
 
     def thresholds(self) -> list[Thresholds]:
-        """Return what was found, by plan."""
+        """Return the thresholds found, by plan."""
         return [
             {
                 key: {expert: select.value for expert, select in experts.items()}

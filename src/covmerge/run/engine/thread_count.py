@@ -1,4 +1,4 @@
-"""How many cores there are, and how many threads torch computes with, thread by thread."""
+"""The number of usable cores, and the number of threads that torch computes with in each thread."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def usable_cores() -> int:
 
 
 def use_threads(count: int) -> None:
-    """Let torch compute with `count` threads whatever this thread asks of it from now on.
+    """Let torch compute with `count` threads for all later operations of the calling thread.
 
-    `torch.set_num_threads` alone does not: what a thread was given lasts until its first operation,
-    which takes the number that any thread set last. Asking for the number is such an operation.
+    `torch.set_num_threads` alone does not do so: the first operation of a thread replaces its number by
+    the number that any thread set last. Asking for the number counts as such an operation.
     """
     torch.get_num_threads()
     torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""The executor of threads: one reads ahead, some compute, one writes behind."""
+"""The executor of threads: one thread reads ahead, some compute, one writes behind."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from covmerge.run.engine.worker import work
 
 @dataclass(frozen=True)
 class Threads(Executor):
-    """An executor, whose threads end with every run.
+    """An executor of threads, which end with every run.
 
     Attributes:
         in_flight: bytes of inputs read ahead and results not yet written, at least those of one
             item (see `plan_memory`).
-        lanes: small items that are computed at once, a core each.
-        ahead: what is read goes to the device while another item is computed (`engine.transfer`).
-        kept_above: bytes that the process may hold before malloc has to give back what it keeps; None: any.
+        lanes: number of small items that are computed at once, on one core each.
+        ahead: whether inputs go to the device while another item is computed (`engine.transfer`).
+        kept_above: bytes that the process may hold before malloc has to return freed memory; None: any.
     """
 
     in_flight: int
@@ -51,15 +51,16 @@ class Threads(Executor):
         task: Task,
         alone: AbstractContextManager[object] | None = None,
     ) -> Generator[Iterator[Done]]:
-        """Yield an iterator of what `run` yields, within a block whose end waits for the threads.
+        """Yield an iterator over the finished items; the end of the block waits for the threads.
 
-        An error comes of the iterator, and so before that: who reads may be waiting for a batch.
+        The iterator raises errors before the block waits, because the reading thread may be waiting for a
+        batch.
 
         Args:
             batches: see `run`.
             task: see `run`.
-            alone: entered while an item that takes all cores is computed, as other processes would take
-                the same; by one thread alone.
+            alone: entered while an item is computed on all cores, because other processes would use the
+                same cores; only one thread enters it.
         """
         with _Pipeline(batches, task, self, alone or nullcontext()).running() as finished:
             yield finished
@@ -67,7 +68,7 @@ class Threads(Executor):
 
 @dataclass(frozen=True)
 class _Read:
-    """A batch whose inputs have been read, and when they are on the device if they were sent there."""
+    """A batch with its inputs; `arrival` says when inputs that were sent ahead are on the device."""
 
     index: int
     batch: Batch
@@ -101,8 +102,8 @@ class _Pipeline:
 
     @contextmanager
     def running(self) -> Generator[Iterator[Done]]:
-        """Start a thread for each stage, and yield what they have done; at the end they have ended."""
-        give_back()  # threads that have ended leave heaps that these do not use
+        """Start a thread for each stage, and yield the finished items; end the threads after the block."""
+        give_back()  # threads that have ended leave heaps that new threads do not use
         with ThreadPool(3, thread_name_prefix="covmerge") as pool:
             try:
                 # Within the `try`: Ctrl-C may come while the threads start, and a thread that is
@@ -137,7 +138,7 @@ class _Pipeline:
         self._done.put(None)
 
     def _read(self) -> None:
-        # Reading converts and scales, no more; a second thread would wait for it on a core of the lanes.
+        # Reading only converts and scales; a second thread of torch would wait on a core of the lanes.
         use_threads(1)
         for index, batch in self._batches:
             written = sum(item.write_bytes for item in batch)
@@ -166,10 +167,10 @@ class _Pipeline:
         self._to_write.put(None)
 
     def _hand_out(self, given: list[_Read], narrow: ThreadPool) -> None:
-        """Compute a batch on one core, beside others; or on all of them, alone.
+        """Compute a batch on one core, beside others, or alone on all cores.
 
-        The list has one, and is emptied: the pool holds it until it has another task, and would
-        hold the inputs.
+        `given` holds one batch, which is taken out: the pool keeps its arguments until its next task, and
+        would keep the inputs in memory.
         """
         batch = given[0].batch
         one_core = batch[0].is_narrow(self._task.context.device)
@@ -194,7 +195,7 @@ class _Pipeline:
         narrow.submit(on_one_core)
 
     def _finish(self, batch: Batch, cores: int) -> None:
-        self._trimmer.trim()  # before there is room for more
+        self._trimmer.trim()  # before the budget lets more be read
         self._budget.release(held_together(batch))
         self._free.release(cores)
 
@@ -203,7 +204,7 @@ class _Pipeline:
         if read.arrival is not None:
             read.arrival.synchronize()
         results = work(batch, read.inputs, task.context, task.selections)
-        del read  # the inputs end with the work
+        del read  # only the work keeps the inputs now, so they end with it
         for number in range(len(batch)):
             with _span("compute") as taken:
                 result = next(results)
@@ -228,7 +229,7 @@ class _Pipeline:
 
 @contextmanager
 def _span(stage: str) -> Generator[list[Span]]:
-    """Note when something began and ended; the list has it afterwards."""
+    """Measure the time of the block; the list that is yielded has its `Span` afterwards."""
     taken: list[Span] = []
     start = time.perf_counter()
     yield taken

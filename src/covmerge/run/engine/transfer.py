@@ -1,8 +1,8 @@
-"""Two pinned buffers through which stored rows go to a GPU, while another item is computed there.
+"""Sends stored rows to a GPU through two pinned buffers, while another item is computed there.
 
-The reader fills one buffer while the device reads the other, on a stream of its own. Large tensors go in
-pieces, so the buffers are as small for a large item as for a small one. On the CPU, where it is for tests
-alone, the same calls do the same copies at once, through memory that is not pinned.
+The reader fills one buffer while the device reads the other, on a separate stream. Large tensors are sent
+in pieces, so the buffers are as small for a large item as for a small one. On the CPU, which only tests
+use, the same calls do the same copies at once, through memory that is not pinned.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from covmerge.base.types import LowRank, Measured
 from covmerge.plan.planning.work import WorkItem
 from covmerge.run.engine.inputs import Inputs, Update
 
-# Devices that copy by themselves out of pinned memory.
+# Devices that copy from pinned memory without the CPU.
 _COPIES = ("cuda",)
-# Of each buffer: a copy of so much takes far longer than to begin it. A power of two, as torch pins them.
+# Size of each buffer: copying this much takes far longer than starting the copy. It is a power of two,
+# because torch rounds pinned memory up to one.
 _BYTES = 32 * 2**20
 
 
 class Arrival(Protocol):
-    """The moment when all copies that were begun before have been done."""
+    """An event that happens when all copies begun before it are done."""
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the event."""
         ...
 
 
 def pinned_bytes(device: torch.device) -> int:
-    """Memory of the machine that the buffers take, where there are any."""
+    """Return the bytes of host memory that the buffers take; 0 for devices without buffers."""
     return 2 * _BYTES if device.type in _COPIES else 0
 
 
 def goes_ahead(items: Sequence[WorkItem]) -> bool:
-    """Whether the rows of a batch are asked for on the device alone.
+    """Return whether the rows of a batch are needed only on the device.
 
-    What is copied stays on the CPU, what is packed is held against the base there, and a tensor
-    pass reads its rows in the computation.
+    False where an item is not merged (copies stay on the CPU), is packed (packed rows are compared with
+    the base on the CPU), or has a tensor pass (the computation reads the rows itself).
     """
     return all(
         item.tensor.merge is not None and not item.tensor.form.format and not item.tensor_pass
@@ -51,19 +52,19 @@ def goes_ahead(items: Sequence[WorkItem]) -> bool:
 
 @dataclass
 class _Buffer:
-    """Bytes of the host, and when the device has read what lies there."""
+    """A buffer in host memory; `read` happens when the device has read its content."""
 
     memory: Tensor
     read: Arrival
 
 
 class Transfer:
-    """Sends inputs to a device. One thread sends, and another computes on the device's current stream."""
+    """A sender of inputs. One thread sends; another computes on the device's current stream."""
 
     def __init__(self, device: torch.device, size: int = _BYTES) -> None:
         self._device = device
         self._copies = device.type in _COPIES
-        # Streams and events by the same names; those of the CPU do nothing, as its copies are done at once.
+        # The CPU has streams and events of the same names; they do nothing, as its copies are done at once.
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device) if self._copies else self._module.Stream()
         self._buffers = [
@@ -75,7 +76,7 @@ class Transfer:
         """Begin to copy the stored rows of an item.
 
         Returns:
-            The inputs on the device, and when they are there; nobody may look at them before.
+            The inputs on the device, and the event of their arrival; they must not be read before it.
         """
         measured = {
             kind: {expert: self._measured(statistic) for expert, statistic in found.items()}
@@ -106,8 +107,8 @@ class Transfer:
         with self._module.stream(self._stream):
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if self._copies:
-            # Its memory is the copying stream's, which must not write there again before what the
-            # computation has begun on it is done.
+            # The memory belongs to the copying stream, which must not reuse it before the operations that
+            # the computation has begun on the tensor are done.
             there.record_stream(self._module.current_stream(self._device))
         source, target = tensor.reshape(-1), there.view(-1)
         step = len(self._buffers[0].memory) // tensor.itemsize
@@ -127,13 +128,13 @@ class Transfer:
         self._recorded(buffer.read)
 
     def _begin(self, target: Tensor, host: Tensor) -> None:
-        """Begin a copy on the stream."""
+        """Begin a copy on the current stream."""
         target.copy_(host, non_blocking=True)
 
     def _arrival(self) -> Any:
         return self._module.Event()
 
     def _recorded(self, arrival: Any) -> Arrival:
-        """Let it be when all that the stream has been given is done."""
+        """Record the event after all copies that the stream has been given, and return it."""
         arrival.record(self._stream)
         return cast("Arrival", arrival)

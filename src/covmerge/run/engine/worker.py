@@ -1,4 +1,4 @@
-"""The one worker function: the operands of some rows in, what becomes of them out."""
+"""The worker function: it takes the operands of some rows and returns their results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from covmerge.run.engine.layer import Change, Context, LayerUpdates, naming
 from covmerge.run.engine.selection import Selections
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
-# A first pass over a large tensor, by expert or all together, for methods that must know all of it.
+# The tensor pass: a first pass over a large tensor, by expert or over all experts together, for methods
+# that need the whole tensor.
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -48,7 +49,7 @@ _WORK = "its look over the whole tensor"
 def tensor_pass(
     item: WorkItem, merge: Merge, method: Method, sources: Sources, context: Context
 ) -> dict[str, Known]:
-    """Return, by expert, what its rows must know of the whole tensor."""
+    """Return, by expert, the findings about the whole tensor that the merge of its rows needs."""
     assert method.tensor_pass is not None
     inspect = method.tensor_pass.of
     shape = item.shape
@@ -71,9 +72,9 @@ def tensor_pass(
 
 
 def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list[_Out]:
-    """Do something with each, a core each, on as many cores as torch has here, or fewer; in order.
+    """Return `do` of each element, in order; at most `most` run at once, and no more than torch's threads.
 
-    One core each, and not all for one: how many share a sum decides how it is rounded.
+    Each runs on one core, because the number of cores that share a sum decides how it is rounded.
     """
     lanes = min(torch.get_num_threads(), len(given), most)
     if lanes < 2:
@@ -91,7 +92,7 @@ def _groups(
     context: Context,
     experts: Sequence[int] | None = None,
 ) -> Iterator[LinearGroup]:
-    """The part of one expert of the tensor, or of several, block after block."""
+    """Yield the rows of the chosen experts of a tensor as a group, block after block."""
     assert item.at_once is not None
     by = method.sees == "weights"
     chosen = [names[place] for place in (range(len(names)) if experts is None else experts)]
@@ -115,19 +116,19 @@ def _groups(
         )
 
 
-# What a method made of some rows, as the form of the output asks for it.
+# The result of a method for some rows, in the encodings that the form of the output requests.
 
 
 class Rows:
-    """What a method made of the rows of an item, for its form (`MergedRows`), which asks once.
+    """The merged rows of an item, for its form (`MergedRows`), which requests them once.
 
     Args:
-        item: the work.
-        merge: its operation.
+        item: the work item.
+        merge: the operation of the item.
         layer: the updates that were merged.
-        change: what they were merged to; it may be written over.
-        unrounded: the same without the rounding of the method's steps, where that is measured.
-        compare: whether it is one of several, which are held against the updates.
+        change: the result of the merge; it may be written over.
+        unrounded: the result without the rounding of the method's steps, where that loss is measured.
+        compare: whether several methods are compared, so that the result is measured against the updates.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class Rows:
             return (found.mT if layout is not None and layout.transposed else found), sigma
         top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
         root = top.leading.to(top.left.dtype).sqrt()
-        # A result of lower rank than its place in the file: terms that are zero.
+        # A result of lower rank than its place in the file is filled up with zero terms.
         spare = (0, rank - len(root))
         return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
 
@@ -201,7 +202,7 @@ class Rows:
         )
 
     def _added(self, merged: Tensor) -> Tensor:
-        """Add the base, in the memory of the update."""
+        """Return W_0 + ΔW, in the memory of the update, or the weights where the method merged weights."""
         change, layer = self._change, self._layer
         exact = merged.add_(layer.base()) if change.weights is None else change.weights
         if self._unrounded is not None:
@@ -209,7 +210,7 @@ class Rows:
         return exact
 
     def _arithmetic(self, unrounded: Change, exact: Tensor) -> Json:
-        """Squares of what the rounding of a method's steps moved, and of the update without it."""
+        """Return ‖Ŵ − W̄‖², lost by rounding the method's steps, and ‖Ŵ − W_0‖², the unrounded update."""
         update = unrounded.dense(self._item, self._merge)
         square = square_norm(update)
         base = self._layer.base
@@ -223,11 +224,11 @@ def work(
     context: Context,
     selections: Selections | None = None,
 ) -> Iterator[Result]:
-    """Do the work of each item, one for each plan, on the same rows; one result after another.
+    """Do the work of the items of a batch (one for each plan), and yield their results in order.
 
     Raises:
         TensorError: NaN or Inf in the inputs, or in a result.
-        ResourceError: the device ran full.
+        ResourceError: the memory of the device is full.
     """
     with naming_where_full(items[0], context.device):
         yield from _results(items, inputs, context, selections)
@@ -270,7 +271,7 @@ def _alone(item: WorkItem, inputs: Inputs, context: Context) -> Result:
 
 
 def _as_stored(item: WorkItem, result: Result, inputs: Inputs) -> Result:
-    """What was merged as it is stored, where that takes all rows of an item."""
+    """Return the merged rows in their stored form, for forms that need all rows of an item."""
     return item.tensor.form.completed(result, _base_rows(item, inputs))
 
 
@@ -279,7 +280,7 @@ def _base_rows(item: WorkItem, inputs: Inputs) -> BaseRows:
 
 
 def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) -> Result:
-    """Merge the rows of one item, part by part where its plan says so."""
+    """Merge the rows of one item, part by part if its plan divides them."""
     (thresholds,) = context.thresholds
     rows: Tensor | None = None
     parts: list[Mapping[str, Any]] = []
@@ -301,7 +302,7 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
 
 
 def _by_tensor_pass(item: WorkItem, merge: Merge, sources: Sources, context: Context) -> Result:
-    """Look a tensor over, then read it again and merge it part by part."""
+    """Do the tensor pass of an item, then read the tensor again and merge it part by part."""
     (thresholds,) = context.thresholds
     found = tensor_pass(item, merge, context.method(merge.method), sources, context)
     rows = torch.empty(item.shape, dtype=item.tensor.output.dtype)
@@ -345,17 +346,17 @@ def _copied(item: WorkItem, inputs: Inputs) -> Result:
 
 
 def _equal(one: Tensor, base: Tensor) -> bool:
-    """Whether tensors that are not floating point have the same values, in whatever dtypes."""
+    """Return whether two tensors that are not floating point have equal values, in whatever dtypes."""
     if one.dtype == base.dtype:
         return torch.equal(one, base)
-    wide = torch.int64  # which has no place for half of uint64's values
+    wide = torch.int64  # cannot hold the upper half of uint64's values
     return torch.uint64 not in (one.dtype, base.dtype) and torch.equal(one.to(wide), base.to(wide))
 
 
 def _count(
     items: Sequence[WorkItem], inputs: Inputs, context: Context, selections: Selections
 ) -> Iterator[Result]:
-    """Add the magnitudes of some rows to the selections of every plan."""
+    """Add the magnitudes of some rows to the selections; yield an empty result for each item."""
     parts = in_parts(items[0], inputs, context.device) if len(items) == 1 else [(items[0], inputs)]
     for part, part_inputs in parts:
         counted = [part] if len(items) == 1 else items
@@ -370,26 +371,26 @@ def _count(
 
 
 def _added_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """What parts of an item measured, of all of it."""
+    """Return the measurements of a whole item from those of its parts."""
     return {key: _added([part[key] for part in parts]) for key in parts[0]}
 
 
 def _added(values: Sequence[Any]) -> Json:
-    """Add up what parts of an item measured: numbers, or numbers by expert."""
+    """Return the sum of a measurement over the parts of an item: a number, or numbers by expert."""
     if isinstance(values[0], Mapping):
         return {key: sum(value[key] for value in values) for key in cast("Any", values[0])}
     return sum(values)
 
 
-# One batch from its operands to its bytes, in a process that does one after the other.
+# One batch from its operands to its bytes, in a process that does batches one after another.
 
-_LOOKS = 25  # how often bytes that another machine wrote are read
+_LOOKS = 25  # how often the bytes written by another machine are read before they count as wrong
 
 
 def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
-    """Read the operands of a batch, do its work, and write what becomes of them.
+    """Read the operands of a batch, do its work, and write and yield the results.
 
-    It computes with the number of threads that the executor of threads gives it, so that the bytes are
+    It computes with as many threads as the executor of threads uses, so that the bytes of the output are
     the same.
     """
     use_threads(cores_of(batch, task, threads))
@@ -411,16 +412,16 @@ def serve(index: int, batch: Batch, task: Task, threads: int) -> Iterator[Done]:
 
 
 def cores_of(batch: Batch, task: Task, threads: int) -> int:
-    """How many threads compute a batch: one, beside others or a GPU, or all, alone."""
+    """Return how many threads compute a batch: one for a GPU or a narrow item, else all."""
     device = task.context.device
     return 1 if device.type != "cpu" or batch[0].is_narrow(device) else threads
 
 
 def check_there(done: Done, batch: Batch, task: Task, who: str, wait: Callable[[], object]) -> None:
-    """Read what another machine has written; a network's file system may take its time to show it.
+    """Check the bytes that another machine wrote; retry, as a network file system may show them late.
 
     Raises:
-        CheckpointError: what is there is something else.
+        CheckpointError: the bytes read here still do not have the checksum.
     """
     if not task.outputs:
         return

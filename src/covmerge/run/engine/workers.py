@@ -1,4 +1,4 @@
-"""How many processes a merge is worth: what `--workers auto` decides, and why."""
+"""Chooses the number of processes for a merge (`--workers auto`), with the reason."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from covmerge.run.engine.thread_count import usable_cores
 Workers = int | Literal["auto"]
 AUTO = "auto"
 
-# Below, the seconds that the processes take to start are a good part of the merge.
+# Bytes read and written below which starting the processes would take a good part of the merge's time.
 _SMALL = 8 * 2**30
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How many processes, and why."""
+    """A number of processes, and the reason for it."""
 
     workers: int
     why: str
@@ -38,19 +38,20 @@ def choose_workers(
     gpus: int = 0,
     in_memory: bool = False,
 ) -> Choice:
-    """Choose by what the work is, before the memory has its say.
+    """Choose the number of processes by the work; the memory may lower the number later.
 
-    One process reads in one thread, computes small items on all of its cores at once and large ones on all
-    of them one after the other, and writes in one thread. Others help it where there are cores beside its
-    own, or where reading and converting is most of the work. On GPUs it is one process for each.
+    One process reads in one thread, writes in one thread, and computes on all of its cores: small items at
+    once, one core each, and large items in turn, on all cores. More processes help if the machine has
+    cores beside these, or if reading and converting is most of the work. Each of several GPUs gets a
+    process.
 
     Args:
-        plans: that run together.
-        device: where the mathematics runs.
+        plans: the plans that run together.
+        device: the device that computes.
         threads: cores of the CPU that this process computes on.
-        cores: of the machine that it may use; None: as the system says.
-        gpus: among which processes have a choice.
-        in_memory: the result stays in this process.
+        cores: cores of the machine that this process may use; None: ask the system.
+        gpus: number of GPUs that the processes may use.
+        in_memory: whether the result stays in the memory of this process.
     """
     cores = usable_cores() if cores is None else cores
     batches = list(zip(*(plan.items for plan in plans), strict=True))
