@@ -192,7 +192,8 @@ def test_a_rule_that_fits_nothing_is_told():
 
 def test_a_rule_behind_another_that_takes_all_its_tensors_is_told():
     said = advice(
-        "the rule for '{}' decides nothing, as rules before it apply to all its tensors: put it before"
+        "the rule for '{}' decides nothing, as rules before it apply to all its tensors: "
+        "if it is to decide, put it before"
     )
     rules = [{"match": "*", "method": "average"}, {"match": "*norm*", "use": "base"}]
     assert said_by(said, notes_of(BASE, {"a": A}, rules=rules))

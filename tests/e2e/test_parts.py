@@ -138,6 +138,55 @@ def test_a_part_that_lacks_a_tensor(family, tmp_path):
         covmerge.merge(folder / "base", {"a": tmp_path / "a"})
 
 
+def test_an_image_encoder_of_a_model_that_speaks(tmp_path):
+    torch.manual_seed(0)
+    whole, _ = llava()
+    encoder = CLIPVisionModel(whole.config.vision_config)
+    encoder.load_state_dict(whole.model.vision_tower.state_dict())
+    changed = tuned(encoder, 1)
+    found = covmerge.merge(whole, {"a": changed}, out=tmp_path / "out")
+    assert found.verification.ok
+    merged, base = load_file(tmp_path / "out" / "model.safetensors"), whole.state_dict()
+    for name, value in changed.state_dict().items():
+        torch.testing.assert_close(merged[f"model.vision_tower.{name}"], value)
+    assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+
+
+def test_a_part_with_more_tokens_names_both_ways(tmp_path):
+    """The shapes of a part need not be the base's for it to be known as its part."""
+    whole, _ = clip()
+    with pytest.raises(
+        TensorError, match=r"'vision_model\.embeddings\.position_embedding\.weight' has"
+    ):
+        config = copy.deepcopy(whole.config.vision_config)
+        config.image_size = 24
+        covmerge.merge(whole, {"a": CLIPVisionModel(config)})
+    config = copy.deepcopy(whole.config.vision_config)
+    config.num_hidden_layers = 3
+    with pytest.raises(TensorError, match=r"16 tensors that the base"):
+        covmerge.merge(whole, {"a": CLIPVisionModel(config)})
+
+
+def test_ties_of_a_part_and_of_its_base(tmp_path):
+    whole, part = gemma3()
+    untied = copy.deepcopy(part)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(part.lm_head.weight + 0.01)
+    found = covmerge.merge(whole, {"a": untied}, "average", out=tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    heads = [name for name in stored if name.endswith("lm_head.weight")]
+    torch.testing.assert_close(stored[heads[0]], untied.lm_head.weight.detach())
+    assert found.verification.ok
+
+    whole, part = llava()
+    part.config.tie_word_embeddings = True
+    part.lm_head.weight = part.model.embed_tokens.weight
+    whole.save_pretrained(tmp_path / "base")
+    part.save_pretrained(tmp_path / "a")
+    with pytest.raises(TensorError, match=r"lacks 1 of the base's tensors: '.*lm_head\.weight'"):
+        covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"})
+
+
 def test_the_base_is_a_part_of_its_experts(family):
     folder, _, ours = family
     said = advice(

@@ -266,18 +266,26 @@ def test_an_adapter_that_names_another_base(folder):
         change(config, **how)
         merged = covmerge.merge(folder / base, {"lora": folder / "lora"}, out=folder / "out")
         found = [str(f) for f in covmerge.inspect(folder / base, [folder / "lora"]).findings]
-        assert any(re.search(NAMED, text) for text in found) == bool(merged.warnings)
-        return merged.warnings
+        texts = [text for text in (*merged.warnings, *merged.notes) if re.search(NAMED, text)]
+        assert any(re.search(NAMED, text) for text in found) == bool(texts)
+        return [(text in merged.warnings, text) for text in texts]
 
-    (text,) = told(base_model_name_or_path="org/other-model")
-    assert re.search(NAMED, text)
+    # A folder may have any name: beside a name of the Hub it is a note, beside another folder a warning.
+    ((warns, text),) = told(base_model_name_or_path="org/other-model")
+    assert not warns
     assert f"names the base 'org/other-model', and the base here is {folder / 'base'}" in text
+    ((warns, _),) = told(base_model_name_or_path="/data/other-model")
+    assert warns
+    change(config, base_model_name_or_path="org/other-model")
     shutil.copytree(folder / "base", folder / "other-model")
     assert not told("other-model")
     own = str(folder / "base")
     assert not told(base_model_name_or_path=own)
     for same in ("base", "org/Base", "/data/base/", "org/base@main", None, "unsloth/base-bnb-4bit"):
         assert not told(base_model_name_or_path=same)
+    for same in ("/data/base/.", "/home/u@d/base", r"C:\models\base", "org/Meta-base"):
+        assert not told(base_model_name_or_path=same)
+        assert not told("base/model.safetensors", base_model_name_or_path=same)
     assert not told(base_model_name_or_path="/hub/models--org--base/snapshots/0123456789abcdef")
     change(folder / "base" / "config.json", _name_or_path="org/other-model")
     assert not told(base_model_name_or_path="org/other-model")

@@ -113,7 +113,7 @@ def pattern_meant(pattern: str, names: Collection[str]) -> str:
         >>> pattern_meant("*.atn.*", ["h.0.attn.weight", "h.0.mlp.weight"])
         "did you mean '*.attn.*'?"
         >>> pattern_meant("h.0.attn", ["h.0.attn.weight", "h.0.mlp.weight"])
-        "did you mean '*h.0.attn*'?"
+        "did you mean '*h.0.attn.*'?"
         >>> pattern_meant("nix*", ["h.0.attn.weight", "h.0.mlp.weight", "norm.weight"])
         "they are called 'h.0.attn.weight', 'h.0.mlp.weight' and 1 more"
     """
@@ -123,7 +123,8 @@ def pattern_meant(pattern: str, names: Collection[str]) -> str:
         lambda part: next(iter(get_close_matches(part[0], parts, n=1)), part[0]),
         pattern,
     )
-    for meant in (nearest, f"*{nearest}*"):
+    inner = nearest.strip("*")
+    for meant in (nearest, f"*{inner}.*", f"*{inner}*"):
         if any(fnmatchcase(name, meant) for name in names):
             return f"did you mean '{meant}'?"
     return f"they are called {some(names, 2, quoted=True)}"

@@ -52,7 +52,8 @@ def as_peft(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if given.get(name) not in (None, False):
             # adapters 1.3.0 scales biases too while DoRA runs, and not when it merges it.
             _refuse(where, name, given[name], _FOLD + _BIASES if name == "use_dora" else _FOLD)
-    found = {"base_model_name_or_path": fields.get("model_name")}
+    base = fields.get("base_model_name_or_path", fields.get("model_name"))
+    found = {"base_model_name_or_path": base}
     rank, alpha = given.get("r"), given.get("alpha")
     if given.get("composition_mode", "add") == "add":
         return found | {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}

@@ -55,8 +55,9 @@ def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         CheckpointError: the adapter is no LoRA, or its rank or its scale is missing.
     """
     kind: object = fields.get("fine_tune_type", "lora")
+    base = fields.get("base_model_name_or_path", fields.get("model"))
     if kind == "full":
-        return {"peft_type": "LORA", "base_model_name_or_path": fields.get("model")}
+        return {"peft_type": "LORA", "base_model_name_or_path": base}
     if kind not in ("lora", "dora"):
         raise CheckpointError(f"{where} has fine_tune_type = {shorten(kind)} of mlx-lm: {_FUSE}")
     found = cast("object", fields.get("lora_parameters"))
@@ -73,7 +74,7 @@ def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": cast("float", scale) * rank,
         "use_dora": kind == "dora",
-        "base_model_name_or_path": fields.get("model"),
+        "base_model_name_or_path": base,
     }
 
 

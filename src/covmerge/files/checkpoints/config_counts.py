@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+TIED = "tie_word_embeddings"
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 _NESTED = ("text_config", "llm_config", "language_config", "decoder")
 

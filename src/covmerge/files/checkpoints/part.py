@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import takewhile
 from typing import Any, cast
 
 from covmerge.base.text import counted
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.config_counts import TIED, language_parts
 from covmerge.files.checkpoints.view import View
+
+_HEAD = "lm_head.weight"
 
 
 def part_key(whole: Mapping[str, Any] | None, part: Mapping[str, Any] | None) -> str | None:
@@ -30,18 +34,33 @@ def part_key(whole: Mapping[str, Any] | None, part: Mapping[str, Any] | None) ->
 class Part(View):
     """A part of a base, under the base's names and with the base's config.
 
-    It gives the tensors of the base that begin with `root`, and the others that it has.
+    It gives the base's tensors that begin with `root`, others that it has, and a head that it ties.
+
+    Args:
+        stored: the expert.
+        names: the expert's names, by the base's.
+        config: the base's config, with the expert's in its place.
+        root: what begins the base's names of the part.
+        ties: whether the expert is a language model whose head is its embedding.
     """
 
     def __init__(
-        self, stored: Checkpoint, names: Mapping[str, str], config: Mapping[str, Any], root: str
+        self,
+        stored: Checkpoint,
+        names: Mapping[str, str],
+        config: Mapping[str, Any],
+        root: str,
+        *,
+        ties: bool,
     ) -> None:
         super().__init__(stored, names)
         self.config = config
         self._root = root
+        self._ties = ties
 
     def gives(self, name: str) -> bool:
-        return name.startswith(self._root) or name in self.headers
+        of_part = name.startswith(self._root) or name in self.headers
+        return of_part or (self._ties and name.endswith(_HEAD))
 
 
 def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
@@ -72,7 +91,11 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
     if not root:
         return checkpoint
     whole, inner = base.config or {}, checkpoint.config or {}
-    part = Part(checkpoint, names, {**whole, key: {**whole[key], **inner}}, root)
+    config = {**whole, key: {**whole[key], **inner}}
+    says = TIED in inner and key in dict(language_parts(whole))
+    if says:
+        config[TIED] = inner[TIED]
+    part = Part(checkpoint, names, config, root, ties=says and inner[TIED] is True)
     theirs = sum(not part.gives(name) for name in base.headers)
     part.notes = (
         *part.notes,
@@ -83,18 +106,24 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
 
 
 def _prefix(expert: Checkpoint, base: Checkpoint) -> str:
-    """Return what the base has before every name of the expert, with the same shapes; '' if nothing."""
-    stored = {name: header.shape for name, header in base.headers.items()}
-    first = next(iter(expert.headers), "")
-    if not first or not stored.keys().isdisjoint(expert.headers):
+    """Return what the base has before most names of the expert; '' if nothing, or if several fit alike."""
+    shapes = {name: header.shape for name, header in base.headers.items()}
+    found = Counter(
+        ".".join(parts[:at]) + "." if at else ""
+        for parts in (name.split(".") for name in shapes)
+        for at in range(len(parts))
+        if ".".join(parts[at:]) in expert.headers
+    )
+    most = max(found.values(), default=0)
+    if 2 * most <= len(expert.headers):
         return ""
-    prefixes = [name.removesuffix(first) for name in stored if name.endswith(f".{first}")]
-    found = [
-        prefix
-        for prefix in prefixes
-        if all(stored.get(prefix + n) == header.shape for n, header in expert.headers.items())
-    ]
-    return found[0] if len(found) == 1 else ""
+    of_shape = {
+        prefix: sum(shapes.get(prefix + n) == header.shape for n, header in expert.headers.items())
+        for prefix, count in found.items()
+        if count == most
+    }
+    best = [prefix for prefix, count in of_shape.items() if count == max(of_shape.values())]
+    return best[0] if len(best) == 1 else ""
 
 
 def _root(names: Iterable[str], base: Collection[str]) -> str:

@@ -65,6 +65,9 @@ class View(Kind):
     def hub(self) -> HubModel | None:
         return self._stored.hub
 
+    def gives(self, name: str) -> bool:
+        return self._stored.gives(name)
+
     def readme(self) -> Path | None:
         return self._stored.readme()
 

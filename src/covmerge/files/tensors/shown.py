@@ -13,7 +13,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content, Quantisation
-from covmerge.files.checkpoints.config_counts import language_parts, layer_count, restacked
+from covmerge.files.checkpoints.config_counts import TIED, language_parts, layer_count, restacked
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.names import kind_by_name, layer_name
 
@@ -112,7 +112,6 @@ def _stack_of(checkpoint: Checkpoint) -> tuple[str, int]:
 
 # A checkpoint whose config ties tensors, shown with each of them as a tensor of its own.
 
-TIED = "tie_word_embeddings"
 _BLOCK_ELEMENTS = 8 * 2**20
 
 

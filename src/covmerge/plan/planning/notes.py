@@ -100,10 +100,10 @@ def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> I
         if not applies:
             hint = _rule_meant(rule, everything)
             yield f"the rule for '{condition}' applies to no tensor: {hint}"
-        elif not any(tensor in left for tensor in applies):
+        elif condition != "*" and not any(tensor in left for tensor in applies):
             yield (
                 f"the rule for '{condition}' decides nothing, as rules before it apply to all its tensors: "
-                "put it before them"
+                "if it is to decide, put it before them"
             )
         for tensor in applies:
             left.pop(tensor, None)

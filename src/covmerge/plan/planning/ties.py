@@ -17,9 +17,9 @@ from covmerge.base.text import some
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.config_counts import language_parts
+from covmerge.files.checkpoints.config_counts import TIED, language_parts
 from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
-from covmerge.files.tensors.shown import TIED, Untied, same_values
+from covmerge.files.tensors.shown import Untied, same_values
 from covmerge.plan.planning.align import Model, over_base
 from covmerge.plan.vocabulary.rows import rows_of
 
@@ -47,7 +47,7 @@ def with_ties_undone(
     models = {key: Model.of(source) for key, source in sources.items() if key not in adapters}
     start = models[first]
     for key, model in models.items():
-        if _type(model) == _type(start):  # else it is refused later, by its type
+        if _type(start) in (None, _type(model)):  # else it is refused later, by its type
             _check_head(key, model)
     experts = {key: source for key, source in sources.items() if key != first}
     if start.description.source == "names":
@@ -149,7 +149,7 @@ def _both(names: tuple[str, str]) -> str:
 
 def _check_head(key: str | None, model: Model) -> None:
     lacking = model.description.lacks_head
-    if lacking is not None:
+    if lacking is not None and model.checkpoint.gives(lacking):
         who = "the base" if key is None else f"expert '{key}'"
         raise InputError(
             f"{who} ({model.checkpoint.source}) stores no '{lacking}', and its config.json ties it to no "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from math import isclose, isnan
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.findings import Finding, Severity
+from covmerge.base.identifiers import hub_id
 from covmerge.base.text import shown, some
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
@@ -81,26 +82,34 @@ def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> It
 def _of_another_base(name: str, adapter: AdapterCheckpoint, base: Checkpoint) -> Iterator[Finding]:
     """Warn if an adapter names another base: its tensors do not tell which base is right."""
     named = adapter.base_model
-    known = [base.source, str(Path(base.source).expanduser().resolve())]
+    place = Path(base.source).expanduser().resolve()
+    known = [base.source, str(place), str(place.parent) if place.is_file() else ""]
     known += [
         one for one in (base.hub and base.hub.name, (base.config or {}).get("_name_or_path")) if one
     ]
     if named is None or _bare(named) in ("", *map(_bare, known)):
         return
+    # A folder may have any name, so a path beside a name of the Hub says little.
+    severity = Severity.WARNING if _is_path(named) == _is_path(base.source) else Severity.NOTE
     text = (
         f"its adapter_config.json names the base {shown(named)}, and the base here is {base.source}. No "
         "number of an adapter tells whether these are one model. If they are two, the merge is worthless: "
         f"pass the base that it names. If they are one, write {base.source} there as "
         "base_model_name_or_path"
     )
-    yield Finding(Severity.WARNING, text, name)
+    yield Finding(severity, text, name)
+
+
+def _is_path(source: str) -> bool:
+    return hub_id(source) is None or Path(source).exists()
 
 
 def _bare(source: str) -> str:
     """Return the last part of a path or name, in lower case, without revision and quantisation suffix."""
     cached = _CACHED.search(source)
-    name = cached[1] if cached else source.partition("@")[0].rstrip("/").rpartition("/")[2]
-    return _QUANTISED.sub("", name.lower())
+    last = PureWindowsPath(source).name if "\\" in source else Path(source).name
+    name = cached[1] if cached else last.partition("@")[0]
+    return _QUANTISED.sub("", name.lower()).removeprefix("meta-")
 
 
 def _of_config(name: str, base: Mapping[str, Any], expert: Mapping[str, Any]) -> Iterator[Finding]:
