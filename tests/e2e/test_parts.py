@@ -138,6 +138,13 @@ def test_a_part_that_lacks_a_tensor(family, tmp_path):
         covmerge.merge(folder / "base", {"a": tmp_path / "a"})
 
 
+def test_an_inspection_knows_a_part(family):
+    folder, _, ours = family
+    found = covmerge.inspect(folder / "base", {"a": folder / "a", "w": folder / "whole"})
+    for layer in found.layers:
+        assert ("a" in layer.absent) == (not layer.name.startswith(ours)), layer.name
+
+
 def test_an_image_encoder_of_a_model_that_speaks(tmp_path):
     torch.manual_seed(0)
     whole, _ = llava()

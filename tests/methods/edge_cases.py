@@ -207,7 +207,7 @@ DEPARTURES = {
         Departure(
             ACE,
             (ZERO,),
-            "an expert that did not change the layer leaves the sums",
+            "an expert that did not change the layer is left out of the sums",
             "its covariance is divided by a trace of 1e-12",
         ),
         Departure(ACE, (TINY_HETEROG,), "1 ≤ k ≤ rank", "k = ⌊0.3 · 3⌋ = 0, a mean of nothing"),
@@ -216,7 +216,7 @@ DEPARTURES = {
         Departure(
             WUDI,
             (ZERO, ALL_ZERO),
-            "An expert that did not change the layer leaves the sums",
+            "An expert that did not change the layer is left out of the sums",
             "0/0",
         ),
         Departure(
@@ -225,7 +225,7 @@ DEPARTURES = {
                 *(NORMAL, UNIT, NEAR_UNIT, ADAPTERS, TINY_HETEROG),
                 *(MANY, MANY_SQUARE, IDENTICAL, HALF),
             ),
-            "the default is the minimiser, not the 300 steps",
+            "the default is the minimiser, not the result of 300 steps",
             "stops near the sum",
         ),
         Departure(
@@ -245,13 +245,13 @@ DEPARTURES = {
         Departure(
             ("tsv_m",),
             (ZERO,),
-            "an expert that did not change the layer leaves it, and T counts the others",
+            "an expert that did not change the layer is left out, and T counts the others",
             "arbitrary singular vectors of the zero update join",
         ),
         Departure(
             ("tsv_m",),
             (IDENTICAL, OPPOSITE),
-            "polar takes a pseudo-inverse: where experts share directions the published factor adds "
+            "polar takes a pseudo-inverse: where experts share directions, the published factor adds "
             "arbitrary ones",
             "keeps an arbitrary side",
         ),
@@ -276,13 +276,13 @@ DEPARTURES = {
         Departure(
             ("iso_cts",),
             (ZERO,),
-            "An expert that did not change the layer leaves it, and T counts the others",
+            "An expert that did not change the layer is left out, and T counts the others",
             "arbitrary singular vectors of the zero update join",
         ),
         Departure(
             ("iso_cts",),
             (IDENTICAL,),
-            "polar takes a pseudo-inverse, as in `tsv_m`",
+            "polar takes a pseudo-inverse, and equal singular values at a cut are kept, both as in `tsv_m`",
             "the polar factor of repeated vectors adds arbitrary ones",
         ),
     ),
@@ -290,7 +290,7 @@ DEPARTURES = {
         Departure(
             ("resmerge",),
             (ZERO,),
-            "An expert that did not change the layer leaves it",
+            "An expert that did not change the layer is left out",
             "it counts in every mean",
         ),
     ),
@@ -298,13 +298,13 @@ DEPARTURES = {
         Departure(
             ("dc_merge 0.1",),
             (TINY_HETEROG, TINY, MANY, MANY_SQUARE),
-            "every other one keeps at least one triplet",
+            "Every other expert keeps at least one triplet",
             "the layer silently becomes 0",
         ),
         Departure(
             ("dc_merge 0.1",),
             (ZERO,),
-            "An expert that did not change the layer leaves it",
+            "An expert that did not change the layer is left out",
             "arbitrary singular vectors of the zero update join",
         ),
         Departure(
@@ -324,10 +324,10 @@ DEPARTURES = {
         Departure(
             ("ties",),
             (OPPOSITE,),
-            "where the votes cancel exactly nobody is elected and the entry keeps the base's value",
+            "where the votes cancel exactly, no sign is elected and the entry keeps the base's value",
             "elects the majority sign of the whole model",
         ),
-        Departure((FACTORS,), (ZERO, ALL_ZERO), "has γ_t = 1 (there: NaN or Inf)", "0/0"),
+        Departure((FACTORS,), (ZERO, ALL_ZERO), "has γ_t = 1 (published: NaN or Inf)", "0/0"),
     ),
 }
 # As surprising as published, and not changed.

@@ -85,8 +85,8 @@ def merge(
         experts: sources by name, or a sequence (then named expert1, expert2, ...).
         method: a name from `covmerge.methods.names()`, with parameters if wanted:
             `ties(density=0.3)`; or a function or class `(LinearGroup, *, parameters) -> Merged`,
-            which is registered under its own name. Without a method, one expert alone is added to
-            its base (`average`), and several are merged by `auto`.
+            which is registered under its own name. Without a method it is `average` of one expert
+            alone, which is added to its base, and `auto` of several.
         out: output folder, also `s3://` or `gs://`; None keeps the result in memory.
         **options: the keywords of `MergeKeywords`, and the method's parameters.
 

@@ -111,7 +111,7 @@ class InspectJob:
             plan = self._plan(checkpoints, fitting)
             taken, note = self._taken(plan)
             findings += note
-            plan = self._inspection_plan(plan, taken, base, merged, before)
+            plan = self._inspection_plan(plan, taken, base, models, merged, before)
             memory = options.memory([plan])
             sources = checkpoints.sources(merged)
             with torch_threads(options.threads):
@@ -164,13 +164,14 @@ class InspectJob:
         plan: Plan,
         taken: Collection[str],
         base: Model,
+        models: Mapping[str, Model],
         merged: Checkpoint | None,
         before: Merge | None,
     ) -> Plan:
         """Return the plan that inspects the tensors that `plan` merges, and those of the merged model."""
         result = None if merged is None else Model.of(merged)
         found = {} if result is None else self._operands_of(result, base)
-        models = len(plan.recipe.experts) + (merged is not None)
+        count = len(plan.recipe.experts) + (merged is not None)
         inspected = {
             tensor.name: replace(
                 tensor,
@@ -182,6 +183,11 @@ class InspectJob:
                     self.quadratics,
                     tuple(plan.recipe.experts),
                 ),
+                operands={
+                    name: operand
+                    for name, operand in tensor.operands.items()
+                    if operand.tensor is not None or models[name].checkpoint.gives(tensor.name)
+                },
                 form=Unwritten(),
             )
             for tensor in plan.tensors
@@ -199,7 +205,7 @@ class InspectJob:
                 size += result.stored_bytes(name, prod(item.shape))
             inspection_item = replace(item, tensor=tensor, read_bytes=size)
             taking = tensor.key in taken
-            items.append(self._measured(inspection_item, spectra=taking, models=models))
+            items.append(self._measured(inspection_item, spectra=taking, models=count))
         return replace(plan, items=tuple(items))
 
     def _chosen(self, count: int) -> list[Finding]:
