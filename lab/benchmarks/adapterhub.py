@@ -49,8 +49,8 @@ def main(folder: Path) -> None:
             if ".loras." in name:
                 tensor.data += 0.005 * torch.randn_like(tensor)
         model.set_active_adapters(kind)
-        outputs[kind] = model.eval()(words).last_hidden_state.detach()
         model.save_adapter(folder / kind, kind)
+        outputs[kind] = model.double().eval()(words).last_hidden_state.detach()
     model = hub.AutoAdapterModel.from_pretrained(folder / "base")
     name = model.load_adapter(str(folder / "lora"))
     model.merge_adapter(name)

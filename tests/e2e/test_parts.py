@@ -159,7 +159,7 @@ def test_an_image_encoder_of_a_model_that_speaks(tmp_path):
     assert torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
 
 
-def test_a_part_with_more_tokens_names_both_ways(tmp_path):
+def test_a_part_of_other_shapes_is_refused_by_its_tensors():
     """The shapes of a part need not be the base's for it to be known as its part."""
     whole, _ = clip()
     with pytest.raises(

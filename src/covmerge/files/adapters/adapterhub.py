@@ -73,22 +73,31 @@ class PeftNames(View):
     def __init__(self, stored: Checkpoint, fields: Mapping[str, Any]) -> None:
         ends = _PEFT_ENDS[fields["peft_type"]]
         names: dict[str, str] = {}
+        rank = fields.get("r", 1)
         for name, header in stored.headers.items():
             match = _FACTOR.fullmatch(name)
             end = ends.get(match[2]) if match else None
-            # The factors of a fused projection are those of its parts, one after another.
-            axis = 0 if match and match[2] == "lora_A" else -1
-            if match is None or end is None or header.shape[axis:][:1] != (fields.get("r", 1),):
+            # The factors of a fused projection are the factors of its parts, stacked: its A has more rows.
+            known = (
+                len(header.shape) == 2 and header.shape[0 if end == ".lora_A.weight" else 1] == rank
+            )
+            if match is None or end is None or not known:
                 raise CheckpointError(
                     f"{stored.source}: '{name}' of shape {list(header.shape)} is no factor of a layer of "
-                    f"rank {fields.get('r', 1)}: {_FOLD}"
+                    f"rank {rank}: {_FOLD}"
                 )
-            names[f"{PREFIX}{match[1]}{end}"] = name
+            to = f"{PREFIX}{match[1]}{end}"
+            if to in names:
+                raise CheckpointError(
+                    f"{stored.source} has both '{names[to]}' and '{name}', of two adapters: save each to a "
+                    "folder of its own, model.save_adapter(FOLDER, NAME)"
+                )
+            names[to] = name
         super().__init__(stored, names)
 
 
 def _refuse(where: str, name: str, value: object, step: str) -> NoReturn:
     raise CheckpointError(
-        f"{where} is an adapter of AdapterHub's library with {name} = {shorten(value)}, and LoRA and (IA)³ "
-        f"are read of it: {step}"
+        f"{where} is an adapter of AdapterHub's library with {name} = {shorten(value)}, of which "
+        f"covmerge reads LoRA and (IA)³: {step}"
     )

@@ -12,6 +12,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import TIED, language_parts
 from covmerge.files.checkpoints.view import View
 
+# A tied expert stores no head, and the base may store one: then the expert lacks it, which is an error.
 _HEAD = "lm_head.weight"
 
 
@@ -64,9 +65,9 @@ class Part(View):
 
 
 def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """Return an expert as the part of its base that it is; any other expert stays as it is.
+    """Return an expert that is a part of its base under the base's names, and any other expert unchanged.
 
-    The configs say so: the expert's `model_type` is that of one config inside the base's.
+    An expert is a part of its base if its `model_type` is that of exactly one config inside the base's.
 
     Args:
         checkpoint: the expert, under the base's names as far as these are known.
@@ -106,7 +107,10 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
 
 
 def _prefix(expert: Checkpoint, base: Checkpoint) -> str:
-    """Return what the base has before most names of the expert; '' if nothing, or if several fit alike."""
+    """Return the prefix that most of the expert's names have in the base; '' if there is none, or several.
+
+    Several prefixes may have the same names, as the two encoders of CLIP. Then shapes decide.
+    """
     shapes = {name: header.shape for name, header in base.headers.items()}
     found = Counter(
         ".".join(parts[:at]) + "." if at else ""
@@ -127,7 +131,7 @@ def _prefix(expert: Checkpoint, base: Checkpoint) -> str:
 
 
 def _root(names: Iterable[str], base: Collection[str]) -> str:
-    """Return what begins the base's names of a part; a head by itself, such as `lm_head`, is beside it."""
+    """Return the prefix that the base has for a part; top-level modules such as `lm_head` do not count."""
     modules = [n.split(".")[:-1] for n in names if n in base and n.count(".") > 1]
     common = takewhile(lambda level: len(set(level)) == 1, zip(*modules, strict=False))
     return "".join(f"{level[0]}." for level in common)

@@ -1,4 +1,4 @@
-"""WUDI, its spectral filters, and methods that use data: RegMean, RegMean++, LOT, SSR, ESM, Fisher."""
+"""WUDI, its spectral filters, and methods that use data: RegMean, LOT, SSR, ESM, Fisher."""
 
 from __future__ import annotations
 

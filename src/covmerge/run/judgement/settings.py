@@ -109,6 +109,7 @@ def _bare(source: str) -> str:
     cached = _CACHED.search(source)
     last = PureWindowsPath(source).name if "\\" in source else Path(source).name
     name = cached[1] if cached else last.partition("@")[0]
+    # The Hub renamed Meta-Llama-3.1-8B and its like to Llama-3.1-8B.
     return _QUANTISED.sub("", name.lower()).removeprefix("meta-")
 
 
