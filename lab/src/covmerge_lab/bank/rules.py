@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import hypot
 from typing import Any
 
 import torch
@@ -165,6 +166,21 @@ def _half_power_share(matrix: Tensor) -> float:
     return float(sigma.sqrt().sum()) ** 2 / (len(sigma) * total) if total else 1.0
 
 
+def shorter_by_weights(group: LinearGroup) -> Tensor:
+    """Return `auto`, √((‖W₀‖² + l²)/(‖W₀‖² + ‖M‖²)) times as long, where l = Σ‖Δ_t‖²/Σ‖Δ_t‖ is below ‖M‖.
+
+    The merge M makes the weights longer than one expert does, and is shortened by as much. It is M itself
+    for one expert, for copies, and where updates are short beside the base's weights.
+    """
+    merged = registry.get("auto")(group).delta
+    base: Any = group.base
+    start = float(_linalg.matrix_norm(base.double()))
+    sizes = [float(_linalg.matrix_norm(update.double())) for update in group.updates]
+    whole = float(_linalg.matrix_norm(merged.double()))
+    one = min(whole, sum(size**2 for size in sizes) / sum(sizes))
+    return merged * (hypot(start, one) / hypot(start, whole))
+
+
 def common_inputs(group: LinearGroup) -> Tensor:
     """Return the second rule with covariances e_tC_t + (1 − e_t) ‖Δ_t‖ ΣC_u/Σ‖Δ_u‖ in its regression.
 
@@ -212,12 +228,14 @@ RULES: Mapping[str, Callable[[Sequence[Tensor]], Tensor]] = {
     **{f"{PREFIX}by roots, ridge {r}": partial(by_roots, ridge=r) for r in (0.01, 0.03, 0.1, 0.3)},
 }
 SECOND = "auto, second rule"
+BY_WEIGHTS = f"{PREFIX}shorter by weights"
 OF_AUTO: Mapping[str, Callable[[LinearGroup], Tensor]] = {
     SECOND: whole_length,
     f"{PREFIX}as long as one": as_long_as_one,
     f"{PREFIX}common inputs": common_inputs,
     f"{PREFIX}shorter by updates": shorter_by_updates,
     f"{PREFIX}shorter by sum": shorter_by_sum,
+    BY_WEIGHTS: shorter_by_weights,
 }
 BY_LENGTHS = f"{PREFIX}by lengths, ridge 0.03"
 TWO_SIDED = f"{PREFIX}two-sided, ridge 0.02"
@@ -235,7 +253,7 @@ def registered(title: str) -> Generator[str]:
         found = RULES[title](updates) if title in RULES else OF_AUTO[title](group)
         return found.to(updates[0].dtype)
 
-    covmerge.register(name, equation=title)(merge)
+    covmerge.register(name, equation=title, needs_base=title == BY_WEIGHTS)(merge)
     try:
         yield name
     finally:
