@@ -36,8 +36,8 @@ from tests.cli.runs import covmerge, words
 
 def test_cards_are_drawn_from_their_names() -> None:
     every = cards.cards()
-    assert len(every) == 82
-    assert len({card.name for card in every}) == 82
+    assert len(every) == 94
+    assert len({card.name for card in every}) == 94
     assert every == cards.cards()
     assert {card.form for card in every} == {"full", "adapters", "mixed"}
     for card in every:
@@ -46,9 +46,9 @@ def test_cards_are_drawn_from_their_names() -> None:
 
 def test_each_part_has_bases_of_its_own() -> None:
     part_of = bases.parts()
-    assert set(part_of) == {base.name for base in (*bases.BASES, *bases.LATER)}
-    names = ("design", "validation", "sealed", "later")
-    assert [list(part_of.values()).count(name) for name in names] == [6, 5, 5, 9]
+    assert set(part_of) == {base.name for base in bases.EVERY}
+    names = ("design", "validation", "sealed", "later", "newest")
+    assert [list(part_of.values()).count(name) for name in names] == [6, 5, 5, 9, 6]
     assert {card.base for card in run.chosen(["sealed"])} == {
         name for name, part in part_of.items() if part == "sealed"
     }
@@ -106,12 +106,14 @@ FORMS = ("full", "adapters", "mixed")
 def test_rows_that_are_no_method_are_no_measure_of_regret() -> None:
     """Nor does `auto` with other constants, or a method with inputs, make the others look worse."""
     best = dict.fromkeys(
-        ("a + b", "auto", rules.TWO_SIDED, *rules.CONSTANTS, *candidates.TITLES, *informed.TITLES),
+        (
+            *("a + b", rules.SECOND, rules.TWO_SIDED),
+            *(*rules.CONSTANTS, *candidates.TITLES, *informed.TITLES),
+        ),
         (0.7, 0.7, 0.7),
     )
-    second = {rules.SECOND: (0.5, 0.5, 0.5)}
-    found = table.rows([_set("x", **second, **best)])
-    assert {row.method: row.regret for row in found}[rules.SECOND] == pytest.approx(0)
+    found = table.rows([_set("x", auto=(0.5, 0.5, 0.5), **best)])
+    assert {row.method: row.regret for row in found}["auto"] == pytest.approx(0)
 
 
 def test_the_page_of_auto_has_what_its_command_prints() -> None:
@@ -120,8 +122,8 @@ def test_the_page_of_auto_has_what_its_command_prints() -> None:
     page = page[page.index("| method | regret |") :].partition("\n\n")[0]
     told = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
     rules_of_auto = {
-        "first rule of `auto`, weights alone": "auto, first rule",
-        "second rule of `auto`": rules.SECOND,
+        "`auto`'s first rule, weights alone": "auto, first rule",
+        "`auto`'s second rule": rules.SECOND,
     }
     cells = {rules_of_auto.get(of, of.strip("`")): own for of, *own in told[1:]}
     assert len(cells) > 5
@@ -205,9 +207,9 @@ def test_rank_correlation_by_hand() -> None:
 
 def _with_criteria(base: str, better: float, worse: float) -> dict[str, Any]:
     """Return a set where a criterion is larger for the better method, and features tell nothing."""
-    second = {rules.SECOND: (0.5, 0.5, 0.5)}
-    scored = _set(base, one=(better, better, better), two=(worse, worse, worse), **second)
-    values = {"one": better, "two": worse, rules.SECOND: 0.0}
+    rows = {"one": better, "two": worse, "auto": 0.5, rules.SECOND: 0.5}
+    scored = _set(base, **{name: (value,) * 3 for name, value in rows.items()})
+    values = {"one": better, "two": worse, "auto": 0.0}
     scored["criteria"] = {m: dict.fromkeys(criteria.CRITERIA, v) for m, v in values.items()}
     scored["features"] = dict.fromkeys(criteria.FEATURES, 0.1)
     scored["lengths"] = {"a": 1.0, "b": 1.0, "c": 3.0}
@@ -232,7 +234,7 @@ def test_ways_of_choosing_are_fitted_on_other_bases() -> None:
     assert rows["retention"][0] == "1.00" and rows["retention"][5] == "0.0"
     for way in ("other bases", "selector", "neighbours"):
         assert rows[way][0] == "-1.00" and rows[way][5] == "30.0"
-    assert rows["`auto`, second rule"][-1] == "20.0 |"
+    assert rows["`auto`"][-1] == "20.0 |"
 
 
 def test_the_worst_expert_by_kind_of_set() -> None:

@@ -216,3 +216,61 @@ def hubert() -> Any:
         feat_extract_norm="group",
     )  # fmt: skip
     return _t.HubertModel(config)
+
+
+# --- Networks of the newest bases.
+def electra() -> Any:
+    """Return an encoder whose embeddings are narrower than its layers."""
+    config = _t.ElectraConfig(
+        **_TEXT, **_STILL, embedding_size=48, intermediate_size=256, initializer_range=0.1,
+        max_position_embeddings=LENGTH + 2,
+    )  # fmt: skip
+    return _t.ElectraModel(config)
+
+
+def gemma3() -> Any:
+    """Return a language model with norms on both sides of its layers, scaled embeddings and a tied head."""
+    config = _t.Gemma3TextConfig(
+        **_TEXT, **_ENDS, **_PLACES, num_key_value_heads=2, head_dim=24, intermediate_size=208,
+        initializer_range=0.08, sliding_window=16, query_pre_attn_scalar=24,
+    )  # fmt: skip
+    return _t.Gemma3ForCausalLM(config)
+
+
+def phi3() -> Any:
+    """Return a language model with fused weights of attention and of gates."""
+    config = _t.Phi3Config(
+        **_TEXT, **_ENDS, **_PLACES, num_key_value_heads=2, intermediate_size=192,
+        initializer_range=0.08, resid_pdrop=0.0, embd_pdrop=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return _t.Phi3ForCausalLM(config)
+
+
+def dinov2() -> Any:
+    """Return a transformer over patches whose layers have learnt scales."""
+    config = _t.Dinov2Config(
+        image_size=16, patch_size=4, hidden_size=96, num_hidden_layers=5, num_attention_heads=4,
+        mlp_ratio=3, initializer_range=0.1, layerscale_value=0.5, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    return _t.Dinov2Model(config)
+
+
+def convnextv2() -> Any:
+    """Return a convolutional net with linear layers, and channels that compete."""
+    config = _t.ConvNextV2Config(
+        patch_size=2, hidden_sizes=[40, 80, 120], depths=[2, 2, 2], num_stages=3,
+        drop_path_rate=0.0,
+    )  # fmt: skip
+    return _t.ConvNextV2Model(config)
+
+
+def data2vec() -> Any:
+    """Return convolutions over a sound, and a transformer with several convolutions for places."""
+    config = _t.Data2VecAudioConfig(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256,
+        conv_dim=(48, 64, 96), conv_kernel=(16, 5, 3), conv_stride=(8, 4, 2),
+        num_feat_extract_layers=3, conv_pos_kernel_size=7, num_conv_pos_embeddings=3,
+        num_conv_pos_embedding_groups=4, hidden_dropout=0.0, layerdrop=0.0, attention_dropout=0.0,
+        activation_dropout=0.0, feat_proj_dropout=0.0, mask_time_prob=0.0, initializer_range=0.1,
+    )  # fmt: skip
+    return _t.Data2VecAudioModel(config)

@@ -1,7 +1,7 @@
 """The bank's bases: small networks of different kinds, all pretrained here except one from a package.
 
-The first sixteen are in three thirds, drawn once within each kind of data. The others came later, when the
-rule of `auto` had been written: no rule was chosen by them.
+The first sixteen are in three thirds, drawn once within each kind of data. Nine came later, when the second
+rule of `auto` had been written, and the newest six when the third had been.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _t: Any = transformers
 _files: Any = safetensors.torch
 _tokenizers: Any = tokenizers
 
-Part = Literal["design", "validation", "sealed", "later"]
+Part = Literal["design", "validation", "sealed", "later", "newest"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # what language models answer with
 
 
@@ -109,10 +109,23 @@ LATER = (
     Base("columns", "tables", own_nets.TableMixer, "heads", _names("up", "down"), 1e-3, sets=2),
     Base("hubert", "sounds", architectures.hubert, "heads", _WAV2VEC, 8e-4, sets=2),
 )
+_PHI3 = _names("qkv_proj", "o_proj gate_up_proj down_proj")
+NEWEST = (
+    Base("electra", "text", architectures.electra, "heads", _BERT, 8e-4, sets=2),
+    Base("gemma3", "text", architectures.gemma3, "tokens", _LLAMA, 1e-3, sets=2),
+    Base("phi3", "text", architectures.phi3, "tokens", _PHI3, 1e-3, sets=2),
+    Base("dinov2", "pictures", architectures.dinov2, "heads", _VIT, 1e-3, sets=2),
+    Base(
+        "convnextv2", "pictures", architectures.convnextv2, "heads", _names("pwconv1", "pwconv2"),
+        1e-3, sets=2,
+    ),
+    Base("data2vec", "sounds", architectures.data2vec, "heads", _WAV2VEC, 8e-4, sets=2),
+)  # fmt: skip
+EVERY = (*BASES, *LATER, *NEWEST)
 
 
 def parts() -> Mapping[str, Part]:
-    """Return the part of each base: a third, drawn so that each has its share of each kind, or `later`."""
+    """Return the part of each base: a third, drawn so that each has its share of each kind; or `later`, or `newest`."""
     draw, found = Random(63), dict[str, Part]()
     of: Sequence[Part] = ("design", "validation", "sealed")
     turn = 0
@@ -122,9 +135,8 @@ def parts() -> Mapping[str, Part]:
         for name in names:
             found[name] = of[turn % 3]
             turn += 1
-    for base in LATER:
-        found[base.name] = "later"
-    return found
+    found |= {base.name: "later" for base in LATER}
+    return found | {base.name: "newest" for base in NEWEST}
 
 
 # --- Features and answers, alike for training and scoring.

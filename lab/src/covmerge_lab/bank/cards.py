@@ -7,7 +7,7 @@ from math import exp, log
 from random import Random
 from typing import Any, Literal
 
-from covmerge_lab.bank.bases import BASES, LATER, Base
+from covmerge_lab.bank.bases import EVERY, Base
 from covmerge_lab.training import Optimizer
 
 
@@ -73,12 +73,9 @@ class Card:
 
 def cards() -> tuple[Card, ...]:
     """Return all sets, the first of each base before the second."""
-    most = max(base.sets for base in (*BASES, *LATER))
+    most = max(base.sets for base in EVERY)
     return tuple(
-        draw(base, number)
-        for number in range(most)
-        for base in (*BASES, *LATER)
-        if number < base.sets
+        draw(base, number) for number in range(most) for base in EVERY if number < base.sets
     )
 
 

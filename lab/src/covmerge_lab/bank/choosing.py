@@ -27,7 +27,7 @@ def markdown(sets: Sequence[Scored]) -> str:
     """Return a row for each way of choosing: rank correlations, and the regret of its choice.
 
     A set whose merges differ in no matrix has no criteria, and is left out. The choice is among published
-    methods, in one row among candidates for `auto`. Its second rule is the row to compare with.
+    methods, in one row among candidates for `auto`. `auto` itself is the row to compare with.
     """
     kept = [scored for scored in table.usable(sets) if scored.get("criteria")]
     lines = [_line(name, way, kept) for name, way in WAYS.items()]
@@ -69,7 +69,7 @@ def _line(name: str, way: Way | None, sets: Sequence[Scored]) -> tuple[float, st
     correlations: list[float] = []
     regrets: list[float] = []
     for scored in sets:
-        chosen = rules.SECOND
+        chosen = "auto"
         if way is not None:
             others = [s for s in sets if s["card"]["base"] != scored["card"]["base"]]
             values = way(scored, others)
@@ -212,5 +212,5 @@ WAYS: Mapping[str, Way | None] = {
     "selector": _selector,
     "neighbours": _neighbours,
     "candidates for `auto`": _candidates,
-    "`auto`, second rule": None,
+    "`auto`": None,
 }

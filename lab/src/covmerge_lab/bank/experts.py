@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from covmerge_lab import training
 from covmerge_lab.bank import bases, data, pretraining
-from covmerge_lab.bank.bases import BASES, LATER, Base
+from covmerge_lab.bank.bases import EVERY, Base
 from covmerge_lab.bank.cards import Card, Trained
 from covmerge_lab.training import Settings
 from covmerge_lab.workers import OnProgress, ignore_progress
@@ -23,7 +23,7 @@ from covmerge_lab.workers import OnProgress, ignore_progress
 _files: Any = safetensors.torch
 _peft: Any = peft
 
-BY_NAME = {base.name: base for base in (*BASES, *LATER)}
+BY_NAME = {base.name: base for base in EVERY}
 
 
 def folder_of(card: Card, cache: Path) -> Path:

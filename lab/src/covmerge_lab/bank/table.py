@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from covmerge_lab.bank import candidates, informed, rules
+from covmerge_lab.bank import informed, rules
 
 # An expert that is not so much better than the base, and than one answer to all, is not counted.
 LEARNT = 0.05
@@ -48,14 +48,9 @@ class Row:
 def is_candidate(name: str) -> bool:
     """Whether a row is no data-free method: a mean of merges, a rule that was tried, or one with inputs.
 
-    The earlier rules of `auto` were methods, and the pages' regrets are measured with them. The present one
-    is not scored on all sets yet, and regrets are measured with the same methods everywhere.
+    The earlier rules of `auto`, and `auto` with other constants or with a change, are rules that were tried.
     """
-    tried = name.startswith((rules.PREFIX, f"{rules.SECOND}, ")) or name in (
-        "auto",
-        *rules.CONSTANTS,
-        *candidates.TITLES,
-    )
+    tried = name.startswith((rules.PREFIX, "auto, "))
     return " + " in name or tried or name in informed.TITLES
 
 

@@ -19,7 +19,7 @@ def bank(
     part: Annotated[
         list[str] | None,
         typer.Option(
-            help="design, validation, sealed, later, a base or a set; may be given again."
+            help="design, validation, sealed, later, newest, a base or a set; may be given again."
         ),
     ] = None,
     what: Annotated[
