@@ -125,7 +125,7 @@ EVERY = (*BASES, *LATER, *NEWEST)
 
 
 def parts() -> Mapping[str, Part]:
-    """Return the part of each base: a third, drawn so that each has its share of each kind; or `later`, or `newest`."""
+    """Return each base's part. Thirds are drawn, so that each has its share of each kind of data."""
     draw, found = Random(63), dict[str, Part]()
     of: Sequence[Part] = ("design", "validation", "sealed")
     turn = 0

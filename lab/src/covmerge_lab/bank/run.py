@@ -47,8 +47,8 @@ def chosen(parts: Parts) -> tuple[Card, ...]:
     unknown = set(parts).difference(part_of.values(), *names.values())
     if unknown:
         raise InputError(
-            f"'{unknown.pop()}' is no part of the bank: name design, validation, sealed, later or newest, a set "
-            f"such as 'minilm-0', or a base of {', '.join(part_of)}"
+            f"'{unknown.pop()}' is no part of the bank: name design, validation, sealed, later or "
+            f"newest, a set such as 'minilm-0', or a base of {', '.join(part_of)}"
         )
     return tuple(card for card, of_card in names.items() if not parts or of_card & set(parts))
 

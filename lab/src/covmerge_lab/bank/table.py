@@ -48,7 +48,7 @@ class Row:
 def is_candidate(name: str) -> bool:
     """Whether a row is no data-free method: a mean of merges, a rule that was tried, or one with inputs.
 
-    The earlier rules of `auto`, and `auto` with other constants or with a change, are rules that were tried.
+    Earlier rules of `auto`, and `auto` with other constants or a change, are rules that were tried.
     """
     tried = name.startswith((rules.PREFIX, "auto, "))
     return " + " in name or tried or name in informed.TITLES
