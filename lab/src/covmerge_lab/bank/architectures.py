@@ -219,13 +219,13 @@ def hubert() -> Any:
 
 
 # --- Networks of the newest bases.
-def electra() -> Any:
-    """Return an encoder whose embeddings are narrower than its layers."""
-    config = _t.ElectraConfig(
-        **_TEXT, **_STILL, embedding_size=48, intermediate_size=256, initializer_range=0.1,
-        max_position_embeddings=LENGTH + 2,
+def roformer() -> Any:
+    """Return an encoder with norms behind its layers, and rotations for places."""
+    config = _t.RoFormerConfig(
+        **_TEXT, **_STILL, embedding_size=96, intermediate_size=256, initializer_range=0.1,
+        max_position_embeddings=32,
     )  # fmt: skip
-    return _t.ElectraModel(config)
+    return _t.RoFormerModel(config)
 
 
 def gemma3() -> Any:

@@ -111,7 +111,7 @@ LATER = (
 )
 _PHI3 = _names("qkv_proj", "o_proj gate_up_proj down_proj")
 NEWEST = (
-    Base("electra", "text", architectures.electra, "heads", _BERT, 8e-4, sets=2),
+    Base("roformer", "text", architectures.roformer, "heads", _BERT, 8e-4, sets=2),
     Base("gemma3", "text", architectures.gemma3, "tokens", _LLAMA, 1e-3, sets=2),
     Base("phi3", "text", architectures.phi3, "tokens", _PHI3, 1e-3, sets=2),
     Base("dinov2", "pictures", architectures.dinov2, "heads", _VIT, 1e-3, sets=2),
