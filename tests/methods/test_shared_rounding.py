@@ -1,12 +1,22 @@
 """Rounding of the stored weights that experts share, as copies do, is one error."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import covmerge
-from covmerge.base.types import Rounding
-from covmerge.maths.methods.resolution import of_terms
+from covmerge.base.types import LinearGroup, Measured, Rounding
+from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.methods.resolution import of_terms, without_rounding
+from covmerge.methods import registry
 from tests.methods.groups import relative
+
+OF_MATRICES = [
+    pytest.param(m, id=m.name)
+    for m in registry
+    if not m.takes_any_shape and m.data in ("none", "gram") and m.experts == (1, None)
+]
 
 
 @pytest.mark.parametrize("method", ["iso_c", "auto"])
@@ -35,3 +45,57 @@ def test_errors_add_up_by_what_updates_have_in_common():
     apart = of_terms([one, other], independent, independent)
     assert apart.energy == pytest.approx(float((one + other).square().sum()), rel=0.02)
     assert apart.edge == pytest.approx(28.0 * 2**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("method", OF_MATRICES)
+@pytest.mark.parametrize("changed", [False, True], ids=["frozen", "one_changed"])
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16",) * 3, ("bfloat16", "float16", "bfloat16")], ids=str
+)
+def test_a_layer_that_was_frozen_did_not_change(method, dtypes, changed):
+    """Half precision of a base in float32 is rounding only. It hid the directions of the other experts."""
+    draw = torch.Generator().manual_seed(5)
+    base, inputs, update = (
+        torch.randn(shape, generator=draw) for shape in ((48, 64), (100, 64), (48, 64))
+    )
+    stored = [getattr(torch, dtype) for dtype in dtypes]
+    updates = [base.to(dtype).float() - base for dtype in stored]
+    exact = [torch.zeros_like(base) for _ in stored]
+    if changed:
+        updates[0] = exact[0] = (base + update).to(stored[0]).float() - base
+    data = Measured(inputs.T @ inputs, 100, 100)
+    group = LinearGroup(
+        tuple(updates),
+        (1.0,) * 3,
+        rounding=tuple(rounding_of(updates, stored, base)),
+        expert_statistics=(data,) * 3 if method.data == "gram" else (),
+        base_norm=float(base.norm()) if method.base_norm else None,
+    )
+    found = method(group).delta
+    assert torch.equal(found, method(replace(group, updates=tuple(exact))).delta)
+    assert bool(found.any()) == changed
+
+
+def test_a_frozen_layer_in_files_stays_as_the_base_has_it():
+    base = torch.randn(48, 64, generator=torch.Generator().manual_seed(6))
+    experts = [{"fc.weight": base.bfloat16()}] * 2
+    found = covmerge.merge({"fc.weight": base}, experts, "dc_merge", allow=["unchanged-expert"])
+    assert torch.equal(found.tensors["fc.weight"], base)
+
+
+def test_a_small_change_of_one_direction_is_more_than_rounding():
+    """Its energy is a tenth of the rounding's; it is longer than any direction of rounding."""
+    base, left, right = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(7))
+        for shape in ((48, 64), (48, 1), (1, 64))
+    )
+    frozen = base.bfloat16().float() - base
+    step = left @ right / (left.norm() * right.norm())
+    update = (base + 0.6 * float(frozen.norm()) * step).bfloat16().float() - base
+    group = LinearGroup(
+        (update, frozen),
+        (1.0, 1.0),
+        rounding=tuple(rounding_of([update, frozen], [torch.bfloat16] * 2, base)),
+    )
+    kept = without_rounding(group).updates
+    assert torch.equal(kept[0], update) and not kept[1].any()

@@ -135,8 +135,9 @@ def parts() -> Mapping[str, Part]:
         for name in names:
             found[name] = of[turn % 3]
             turn += 1
-    found |= {base.name: "later" for base in LATER}
-    return found | {base.name: "newest" for base in NEWEST}
+    found.update(dict.fromkeys((base.name for base in LATER), "later"))
+    found.update(dict.fromkeys((base.name for base in NEWEST), "newest"))
+    return found
 
 
 # --- Features and answers, alike for training and scoring.

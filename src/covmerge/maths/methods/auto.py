@@ -199,7 +199,7 @@ def _regression(active: Active, alike: _Alike) -> Tensor:
 
 
 def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, float]:
-    """Return F `(d_out, d_in)`, in the updates' dtype, and s; 0 and 1 where the updates cancel."""
+    """Return F `(d_out, d_in)`, in the updates' dtype, and s; 0 and 1 where all of the sum is rounding."""
     total = stack_weighted(active.updates, alike.weights)
     pairs = zip(active.rounding, alike.weights, strict=True)
     weighted = [error.times(weight) for error, weight in pairs]
@@ -208,7 +208,7 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, fl
     top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
     sigma = top.leading
     if not len(sigma):
-        return total, 1.0
+        return torch.zeros_like(total), 1.0
     faint = CONSTANTS.faint * sigma.square().sum() / sigma.sum()
     raised = sigma / torch.hypot(sigma, faint)
     directions = min(1.0, float(raised.sum()) / min(group.shape))

@@ -19,6 +19,7 @@ from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.lapack import LinAlgError, norm
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.methods.other_names import OTHER_NAMES
+from covmerge.maths.methods.resolution import without_rounding
 from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
@@ -36,6 +37,11 @@ Sides = Literal["none", "outputs", "inputs", "both"]
 # What a method sees of each expert: Δ_t, or W_t itself.
 Sees = Literal["updates", "weights"]
 _NO_FLOAT = "without overflow"  # part of torch's message for a factor too large for the dtype
+
+
+def _cuts_itself(parameters: Parameters) -> bool:
+    """Whether the user gave the numerical rank, which replaces all other rules of it."""
+    return any(parameters.get(name) is not None for name in ("rank_rtol", "rtol"))
 
 
 @dataclass(frozen=True)
@@ -446,6 +452,8 @@ class Method(Declared):
                 "choose another method"
             )
         sizes = [list(tensor.shape) for tensor in group.tensors]
+        if not self.takes_any_shape and not _cuts_itself(parameters):
+            group = without_rounding(group)
         try:
             with self.naming_failures(f"updates of {sizes}"):
                 if self._scales(parameters):

@@ -8,6 +8,7 @@ from itertools import combinations
 from math import sqrt
 from typing import Annotated
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.linalg.joint import far_apart
 from covmerge.maths.linalg.lapack import norm, square_norm
 from covmerge.maths.linalg.pinv import largest_singular_values
-from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
+from covmerge.maths.linalg.spectral import EXACT, energy_of_rounding, rank_tolerance, truncated_svd
 
 RankRtol = Annotated[
     float | None,
@@ -104,6 +105,39 @@ def of_terms(
     return replace(
         whole, edge=sqrt(more) * whole.edge, energy=more * whole.energy, before=more * whole.before
     )
+
+
+def without_rounding(group: LinearGroup) -> LinearGroup:
+    """Return the group with zeros for updates that are no more than rounding of the stored weights.
+
+    Such an expert stores the base's weights in fewer digits, as of a layer that was frozen. It did not
+    change the layer. Scaled to the size of the others, its rounding would hide their directions.
+
+    Example:
+        >>> import torch
+        >>> error = Rounding(edge=0.1, energy=0.02)
+        >>> pair = torch.eye(2), 0.05 * torch.eye(2)
+        >>> group = LinearGroup(pair, (1.0, 1.0), rounding=(error, error))
+        >>> [bool(update.any()) for update in without_rounding(group).updates]
+        [True, False]
+    """
+    if not group.rounding or group.factors:
+        return group
+    pairs = list(zip(group.updates, group.rounding, strict=True))
+    rounded = [_is_rounding(update, error) for update, error in pairs]
+    if not any(rounded):
+        return group
+    updates = [
+        torch.zeros_like(update) if only else update
+        for (update, _), only in zip(pairs, rounded, strict=True)
+    ]
+    return replace(group, updates=tuple(updates))
+
+
+def _is_rounding(update: Tensor, error: Rounding) -> bool:
+    if not energy_of_rounding(square_norm(update), 0, update.shape, error):
+        return False
+    return bool(largest_singular_values(update) <= error.edge)
 
 
 def resolution(group: LinearGroup, rank_rtol: float | None) -> Resolution:
