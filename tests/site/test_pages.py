@@ -157,7 +157,7 @@ def own_methods_end():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_methods_end")
+@pytest.mark.usefixtures("own_methods_end", "no_pictures")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page, place):
     scope: dict[str, object] = {"__name__": __name__}
