@@ -50,8 +50,9 @@ lint: $(VENV)/.ready
 style: $(VENV)/.ready
 	$(BIN)/ruff format --check
 
-types: $(VENV)/.ready
-	$(BIN)/pyright --pythonpath $(BIN)/python
+types: $(VENV)/.ready  ## of the code, and of the Python in README.md and docs/
+	$(PYTHON) tests/examples.py build/examples
+	$(BIN)/pyright --pythonpath $(BIN)/python src lab/src build/examples
 
 boundaries: $(VENV)/.ready
 	$(BIN)/lint-imports

@@ -82,6 +82,12 @@ def little_is_measured() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports have no pictures, which take nearly all the time of one; tests/report looks at them."""
+    monkeypatch.setattr("covmerge.front.reporting.pictures._drawn", lambda report, kinds: iter(()))
+
+
+@pytest.fixture
 def forget() -> Iterator[None]:
     """Whatever a test registers is gone after it."""
     before = {table: set(table.names()) for table in (registry, steps)}

@@ -32,7 +32,8 @@ def clone(tmp_path):
     if not (ROOT / "Makefile").exists() or shutil.which("make") is None:
         pytest.skip("needs make and a clone")
     locked = [f"requirements/{name}.txt" for name in ("torch", "uv", "dev")]
-    for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", *locked, ".ci/run"):
+    others = ("README.md", "tests/examples.py", ".ci/run")
+    for name in ("Makefile", "pyproject.toml", "lab/pyproject.toml", *locked, *others):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
     binaries = tmp_path / ".venv" / "bin"

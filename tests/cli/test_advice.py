@@ -14,6 +14,8 @@ PAIR = "--base base.safetensors --expert a=a.safetensors --expert b=b.safetensor
 ADAPTER = "--base lora/base --expert a=lora/a"
 
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ENDED = set()  # lines that were run, each once
 
 

@@ -1,5 +1,6 @@
 """`covmerge report`, and `covmerge merge --report`; what the page says is tested in tests/report."""
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +26,7 @@ def test_command(models):
     ]
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_command_json(models):
     out = models / "out"
     ran = command("merge", *flags(models), "--method=ace", out, "--report", "--json")
@@ -38,6 +40,7 @@ def test_command_json(models):
     assert (models / "a.html").exists()
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_command_refuses(models):
     ran = command("report", models, code=2)
     assert "has no covmerge.json" in ran.stderr
@@ -49,6 +52,7 @@ def test_command_refuses(models):
     command("report", out, "--overwrite")
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_command_of_a_damaged_output(models):
     out = models / "out"
     command("merge", *flags(models), out)

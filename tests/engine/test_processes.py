@@ -4,8 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -25,7 +23,7 @@ from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
-from tests.forked import fork_workers, printed
+from tests.forked import fork_workers, printed, run
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 # What a user is told whose workers die more than once: where, and by what.
@@ -199,16 +197,18 @@ def test_memory_of_all_workers_together(plain):
         plan_memory([plan], fewer.resident * 2, device=cpu, workers=3)
 
 
+# As `python script.py` does it; its workers are started as ever, and import the script.
+SCRIPT = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+
+
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(plain, tmp_path):
     _, base, experts = plain
     script = tmp_path / "script.py"
     given = f"{str(base)!r}, { {name: str(path) for name, path in experts.items()}!r}"
     script.write_text(f"import covmerge\ncovmerge.merge({given}, 'ties', 'out', workers=2)\n")
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert "InputError" in done.stderr
+    done = run(SCRIPT, script, cwd=tmp_path)
+    assert done.returncode != 0 and "InputError" in done.stderr
     said = advice(
         "which is a file, does it under `if __name__ == '__main__':`; or leave out the work"
     )
@@ -217,7 +217,7 @@ def test_a_script_without_a_guard_is_told_so(plain, tmp_path):
     text = script.read_text()
     guarded = text.replace("covmerge.merge", "if __name__ == '__main__':\n    covmerge.merge")
     script.write_text(guarded)
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=True)
+    printed(SCRIPT, script, cwd=tmp_path)
     printed(text.replace(", workers=2", ", overwrite=True"), cwd=tmp_path)
 
 

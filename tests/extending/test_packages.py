@@ -146,13 +146,14 @@ def test_a_cost_that_ends_the_program_ends_the_merge_in_words(raised, said, pack
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+EXIT = "SystemExit(0)", "method 'ends' tried to end the program (SystemExit: 0)"
+FULL = "MemoryError", "method 'ends' had no memory for updates of"
+
+
+# An exit is what could end a worker; an error comes out of it like any other.
 @pytest.mark.parametrize(
-    ("raised", "said"),
-    [
-        ("SystemExit(0)", "method 'ends' tried to end the program (SystemExit: 0)"),
-        ("MemoryError", "method 'ends' had no memory for updates of"),
-    ],
+    ("raised", "said", "workers"),
+    [(*EXIT, 1), (*EXIT, 2), (*FULL, 1), pytest.param(*FULL, 2, marks=pytest.mark.nightly)],
 )
 def test_a_method_that_ends_the_program_ends_the_merge_in_words(
     raised, said, workers, package, run, tmp_path

@@ -388,6 +388,7 @@ STACK = {
 }
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("more", [MIXTURE, STACK], ids=["mixture", "slices"])
 def test_experts_that_have_no_part_in_some_layers(more, tmp_path):
     """Each is measured where it is merged, and not said to have left the other layers unchanged."""

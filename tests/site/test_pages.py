@@ -20,8 +20,8 @@ from covmerge.methods import registry as methods
 from covmerge.plan.recipe import load_recipe
 from covmerge.steps import registry as steps
 from tests.cli.runs import covmerge, save_plain, statistics_for
+from tests.examples import PREAMBLE
 from tests.site.pages import PAGES, Block, arguments, blocks, furnish
-from tests.test_examples import PREAMBLE
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:fan_in_fan_out")
 
@@ -157,7 +157,7 @@ def own_methods_end():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_methods_end")
+@pytest.mark.usefixtures("own_methods_end", "no_pictures")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page, place):
     scope: dict[str, object] = {"__name__": __name__}
