@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.quantised.view import open_plain
+from covmerge.files.quantised.writing.layouts import with_plain
 from tests.quantised.models import llama, metal, save_packed
 from tests.quantised.test_goldens import LAYERS, save
 
@@ -164,3 +165,12 @@ def test_autoround_is_written_as_the_base_has_it(tmp_path, bits):
     step = moved["fc.weight"].float().abs().max() / (2 ** (bits - 1) - 1)
     assert (written.read("fc.weight").float() - moved["fc.weight"].float()).abs().max() <= step
     assert covmerge.verify(tmp_path / "out").ok
+
+
+def test_what_autoround_keeps_plain_is_said_as_it_says_it():
+    """AutoRound 0.16.1 loads such a layer plain; what a base says of other layers stays."""
+    other = {"a.q_proj": {"bits": 8}, "a.k_proj": {"bits": 8}}
+    held = {"quant_method": "auto-round", "extra_config": other}
+    said = with_plain(held, ["a.k_proj", "lm_head"])
+    expected = {"a.q_proj": {"bits": 8}, "a.k_proj": {"bits": 16}, "lm_head": {"bits": 16}}
+    assert said == {"quant_method": "auto-round", "extra_config": expected}
