@@ -46,8 +46,11 @@ OF_EXPERTS = {
 ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}
 
 
-def save_moe(model: Any, path: Path, kind: str) -> Path:
-    """Save a Mixtral, a Qwen2-MoE or a Qwen3-MoE: experts stacked, routers in float32."""
+def save_moe(model: Any, path: Path, kind: str, *, vector: bool = True) -> Path:
+    """Save a Mixtral, a Qwen2-MoE or a Qwen3-MoE: experts stacked, routers in float32.
+
+    `vector`: the gate of a shared expert is stored as older converters store it.
+    """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
@@ -78,7 +81,7 @@ def save_moe(model: Any, path: Path, kind: str) -> Path:
             if own in heads and architecture == "llama":
                 tensor = permuted(tensor, heads[own])
             plain = own.startswith("ffn_gate_inp")
-            values = tensor.squeeze(0) if own == "ffn_gate_inp_shexp" else tensor
+            values = tensor[0] if own == "ffn_gate_inp_shexp" and vector else tensor
             _add(writer, f"blk.{number}.{own}.{leaf}", values, "F32" if plain else kind)
     return _written(writer, path)
 

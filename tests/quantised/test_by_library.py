@@ -4,10 +4,12 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.quantised.view import open_plain
+from covmerge.files.quantised.writing.layouts import with_plain
 from tests.quantised.models import llama, metal, save_packed
 from tests.quantised.test_goldens import LAYERS, save
 
@@ -124,3 +126,51 @@ def test_layers_that_are_more_than_their_weights_are_refused(tmp_path, part):
     layer = {**LAYERS["modelopt NVFP4"], f"fc.{part}": torch.ones(96)}
     with pytest.raises(CheckpointError, match=f"'fc.{part}' is there, where layers that are"):
         open_plain(save(tmp_path, "modelopt NVFP4", layer))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "said"),
+    [
+        ("auto-round 4", {"packing_format": "auto_round:exllamav2"}, "its packing_format is"),
+        ("auto-round 4", {"data_type": "int_asym_dq"}, "its data_type is 'int_asym_dq'"),
+        ("auto-round 4", {"act_bits": 8}, "its act_bits is 8, where 16, 32, null can be read"),
+        ("auto-round 4", {"bits": 5}, "its bits is 5"),
+        ("auto-round 4", {"bits": 8}, "where its layer needs"),
+        ("auto-round 4", {"packing_format": "auto_round:auto_awq"}, "where its layer needs"),
+        ("auto-round mxfp4", {"data_type": "nv_fp"}, "its data_type is 'nv_fp', where 'mx_fp'"),
+        ("auto-round mxfp4", {"group_size": 16}, "its group_size is 16, where 32 can be read"),
+    ],
+)
+def test_what_autoround_says_otherwise_is_refused(tmp_path, case, changes, said):
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(save(tmp_path, case, **changes))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_autoround_is_written_as_the_base_has_it(tmp_path, bits):
+    """Its layout is GPTQ's, and its settings stay those of the output."""
+    model = f"auto-round {bits}"
+    for folder, own in (("base", LAYERS[model]), ("a", None)):
+        (tmp_path / folder).mkdir()
+        if own is not None:
+            save(tmp_path / folder, model)
+    weight = open_plain(tmp_path / "base").read("fc.weight")
+    moved = {"fc.weight": weight + weight.abs().max() / 4, "norm.weight": torch.ones(3)}
+    save_file(moved, tmp_path / "a" / "model.safetensors")
+    how = {"out": tmp_path / "out", "quantise": "same"}
+    covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", **how)
+    written = open_plain(tmp_path / "out")
+    assert written.quantisation is not None
+    assert written.quantisation.settings == open_plain(tmp_path / "base").quantisation.settings
+    step = moved["fc.weight"].float().abs().max() / (2 ** (bits - 1) - 1)
+    assert (written.read("fc.weight").float() - moved["fc.weight"].float()).abs().max() <= step
+    assert covmerge.verify(tmp_path / "out").ok
+
+
+def test_what_autoround_keeps_plain_is_said_as_it_says_it():
+    """AutoRound 0.16.1 loads such a layer plain; what a base says of other layers stays."""
+    other = {"a.q_proj": {"bits": 8}, "a.k_proj": {"bits": 8}}
+    held = {"quant_method": "auto-round", "extra_config": other}
+    said = with_plain(held, ["a.k_proj", "lm_head"])
+    expected = {"a.q_proj": {"bits": 8}, "a.k_proj": {"bits": 16}, "lm_head": {"bits": 16}}
+    assert said == {"quant_method": "auto-round", "extra_config": expected}

@@ -70,6 +70,27 @@ def test_it_is_what_transformers_saves(tmp_path, kind):
     assert open_checkpoint(path).headers[expert].shape == open_stack(path, STACK).shape[1:]
 
 
+def test_the_gate_of_a_shared_expert_is_a_matrix_or_a_vector(tmp_path):
+    """As llama.cpp's converters store it, the one of today and older ones; a file keeps its form."""
+    theirs = saved(moe("qwen2_moe", 0), tmp_path / "twin")
+    saved(moe("qwen2_moe", 1), tmp_path / "a")
+    own = "blk.0.ffn_gate_inp_shexp.weight"
+    for vector in (False, True):
+        path = save_moe(moe("qwen2_moe", 0), tmp_path / f"{vector}.gguf", "F32", vector=vector)
+        ours = open_plain(path)
+        assert ours.headers.keys() == theirs.keys()
+        assert all(torch.equal(ours.read(name), tensor) for name, tensor in theirs.items())
+        out = tmp_path / f"out-{vector}"
+        covmerge.merge(path, {"a": tmp_path / "a"}, "average", out, quantise="same")
+        assert covmerge.verify(out).ok
+        gate = load_file(tmp_path / "a/model.safetensors")[
+            "model.layers.0.mlp.shared_expert_gate.weight"
+        ]
+        stored = open_stack(out / "model.gguf", own)
+        assert stored.shape == ((64,) if vector else (1, 64))
+        assert np.array_equal(stored.reshape(1, -1), gate.numpy())
+
+
 def open_stack(path, name):
     return next(own.data for own in gguf.GGUFReader(path).tensors if own.name == name)
 

@@ -4,15 +4,21 @@ import json
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from covmerge.errors import CheckpointError
 from covmerge.files.quantised.view import Dequantised, open_plain
-from tests.quantised import make_goldens, make_library_goldens, make_mlx_goldens
+from tests.quantised import (
+    make_autoround_goldens,
+    make_goldens,
+    make_library_goldens,
+    make_mlx_goldens,
+)
 from tests.quantised.make_goldens import EXPECTED
 
 LAYERS: dict[str, dict[str, torch.Tensor]] = {}
-for module in (make_goldens, make_library_goldens, make_mlx_goldens):
+for module in (make_goldens, make_library_goldens, make_mlx_goldens, make_autoround_goldens):
     for key, tensor in load_file(module.GOLDEN).items():
         case, _, name = key.partition("/")
         LAYERS.setdefault(case, {})[name] = tensor
@@ -50,6 +56,10 @@ SETTINGS = {
 }
 
 
+with safe_open(make_autoround_goldens.GOLDEN, "pt") as file:
+    SETTINGS |= {case: json.loads(said) for case, said in file.metadata().items()}
+
+
 def settings(case):
     found = next(values for start, values in SETTINGS.items() if case.startswith(start))
     method = case.partition(" ")[0]
@@ -62,7 +72,7 @@ def save(folder, case, layer=None, **changes):
     stored = {name: tensor for name, tensor in layer.items() if name != EXPECTED}
     stored["norm.weight"] = torch.ones(3)
     save_file(stored, folder / "model.safetensors")
-    dtype = "float16" if case.startswith(("gptq", "awq", "mlx half")) else "bfloat16"
+    dtype = "float16" if case.startswith(("gptq", "awq", "mlx half", "auto-round")) else "bfloat16"
     config = {"dtype": dtype, "quantization_config": {**settings(case), **changes}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from covmerge.files.quantised import (
+    autoround,
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -22,6 +23,7 @@ from covmerge.files.quantised.packed import Format
 
 _IN_ORDER = (
     *(fp8, modelopt, compressed_tensors, mxfp4, hqq, quanto, torchao, mlx, bitsandbytes, gptq, awq),
+    autoround,
 )
 # The formats, by their names in `quantization_config`.
 FORMATS: Mapping[str, Format] = MappingProxyType(

@@ -385,16 +385,19 @@ def _tensor(
     def undo(values: Values) -> Values:
         parsed: dict[str, Any] = {"tensors": {}}
         try:
-            return processor.process(weights=values, name=name, parsed_parameters=parsed).weights
+            plain = processor.process(weights=values, name=name, parsed_parameters=parsed).weights
         except Exception as error:  # its sizes, and those of the config, are a stranger's
             stored.refuse(
                 f"'{name}' is {list(values.shape)}, of which transformers cannot undo what "
                 f"llama.cpp's converter did ({in_short(error)})"
             )
+        # The loader adds an axis that older converters dropped, also where it is stored.
+        return plain[0] if plain.shape == (1, *values.shape) and whole else plain
 
     block, size = _sizes(stored, name, kind)
     held = stored.checkpoint.headers[name]
     shape = (*held.shape[:-1], held.shape[-1] // size * block) if size else held.shape
+    whole = len(shape) == len(header.shape)
     by_row = _counted(shape[0], *(1 for _ in shape[1:]))
     found: Any = undo(by_row)
     if found.shape == by_row.shape and (np.sort(found, axis=0) == by_row).all():

@@ -307,6 +307,10 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
         settings = {**settings, "dynamic": {**plain, **known}}
     if method == "gptq":
         return dict(settings)
+    if method == "auto-round":  # AutoRound says of each layer what differs, and 16 bits are plain
+        given = settings.get("extra_config")
+        known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        return {**settings, "extra_config": {**known, **{name: {"bits": 16} for name in modules}}}
     key = _OTHER_NAME if _OTHER_NAME in settings else FORMATS[method].plain_modules
     given = settings.get(key)
     named = [str(n) for n in cast("list[object]", given)] if isinstance(given, list) else []
