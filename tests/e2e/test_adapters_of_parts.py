@@ -12,10 +12,13 @@ from transformers import CLIPTextModel, SiglipVisionModel
 
 import covmerge
 from covmerge.errors import TensorError
+from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.quantised.view import dequantised
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import noted
 from tests.e2e.test_parts import clip, gemma3, llava
+from tests.quantised.models import FORMATS, save_packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -167,3 +170,20 @@ def test_a_head_beside_a_part(tmp_path):
     names = {n.removeprefix("base_model.model.").partition(".")[0] for n in stored}
     assert names == {"model", "lm_head"}
     assert loaded(case.part, tmp_path / "out").keys() == loaded(case.part, tmp_path / "a").keys()
+
+
+@pytest.mark.parametrize("kind", ["fp8 by tensor", "gptq"])
+def test_over_a_quantised_base(kind, tmp_path):
+    torch.manual_seed(0)
+    whole, part = clip()
+    right = adapted(part, tmp_path / "a", 1, "")
+    pack, settings = FORMATS[kind]
+    base = save_packed(whole, tmp_path / "base", pack, settings)
+    plain = dequantised(open_checkpoint(base))
+    found = covmerge.merge(base, {"a": tmp_path / "a"}, "average", out_dtype="float32").tensors
+    for name, tensor in found.items():
+        module = name.removeprefix("vision_model.").removesuffix(".weight")
+        update = right.get(module, 0) if name.startswith("vision_model.") else 0
+        torch.testing.assert_close(tensor, (plain.read(name).double() + update).float())
+    covmerge.merge(base, {"a": tmp_path / "a"}, "average", tmp_path / "out", form="adapter")
+    check(loaded(part, tmp_path / "out"), right)
