@@ -246,7 +246,7 @@ INSPECTED = {
         BASE | {"embed_tokens.weight": torch.ones(4, 8)},
         A | {"embed_tokens.weight": 1.2 * torch.ones(5, 8)},
         advice(
-            "; if the first rows mean the same tokens, merge the base's by --tensors vocabulary=base"
+            "; if the first rows mean the same {}, merge the base's by --tensors vocabulary=base"
         ),
         {"vocabulary": "base"},
     ),

@@ -21,6 +21,8 @@ from transformers import (
 
 import covmerge
 from covmerge.errors import InputError, TensorError
+from covmerge.files.checkpoints.memory import MemoryCheckpoint
+from covmerge.files.checkpoints.part import as_part, part_key
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import noted
@@ -172,6 +174,49 @@ def test_a_part_of_other_shapes_is_refused_by_its_tensors():
     config.num_hidden_layers = 3
     with pytest.raises(TensorError, match=r"16 tensors that the base"):
         covmerge.merge(whole, {"a": CLIPVisionModel(config)})
+
+
+def test_a_part_of_a_part():
+    """The language model of a thinker, which is itself a part of Qwen2.5-Omni."""
+    text = {"model_type": "qwen2_5_omni_text"}
+    thinker = {"model_type": "qwen2_5_omni_thinker", "text_config": text}
+    config = {"model_type": "qwen2_5_omni", "thinker_config": thinker}
+    torch.manual_seed(0)
+    layers = [f"layers.{i}.self_attn.{p}_proj.weight" for i in range(2) for p in "qkvo"]
+    made = {name: torch.randn(16, 16) for name in layers}
+    roots = ("thinker.model.", "talker.model.")
+    base = {root + name: tensor.clone() for root in roots for name, tensor in made.items()}
+    base["thinker.lm_head.weight"] = torch.randn(60, 16)
+    tuned = {f"model.{name}": tensor + 0.01 * torch.randn(16, 16) for name, tensor in made.items()}
+    assert part_key(config, text) == "thinker_config.text_config"
+    assert part_key(config, thinker) == "thinker_config"
+    part = as_part(MemoryCheckpoint(tuned, text), MemoryCheckpoint(base, config))
+    assert {*part.headers} == {"thinker." + name for name in tuned}
+    assert part.config["thinker_config"]["text_config"] == text
+    assert not part.gives("talker.model.layers.0.self_attn.q_proj.weight")
+
+
+def test_places_of_another_number():
+    """Rows of a table of places are not tokens; the first ones may be the same places, or not."""
+    whole, part = clip()
+    other = tuned(part, 1)
+    table = "vision_model.embeddings.position_embedding.weight"
+    longer = torch.cat([other.embeddings.position_embedding.weight.detach(), torch.ones(5, 32)])
+    other.embeddings.position_embedding.weight = torch.nn.Parameter(longer)
+    other.config.image_size = 24
+    said = advice(
+        "as places in a text do, set --tensors vocabulary=base to merge the rows of the base. Places in a "
+        "picture do not: pass the base that it was trained from, or leave the table to the base with {}"
+    )
+    with pytest.raises(TensorError, match="5 rows in the base and 10 .* stand for places.*" + said):
+        covmerge.merge(whole, {"a": other}, "average")
+    found = covmerge.merge(whole, {"a": other}, "average", tensors={"vocabulary": "base"}).tensors
+    torch.testing.assert_close(found[table], longer[:5])
+    rules = [{"match": table, "use": "base"}]
+    found = covmerge.merge(whole, {"a": other}, "average", rules=rules).tensors
+    assert torch.equal(found[table], whole.state_dict()[table])
+    text = str(covmerge.inspect(whole, {"a": other}).faults)
+    assert "its number of places differs" in text and "vocabulary was" not in text
 
 
 def test_ties_of_a_part_and_of_its_base(tmp_path):

@@ -417,6 +417,15 @@ def test_experts_that_have_no_part_in_some_layers(more, tmp_path):
                 of_a = moved[f"model.layers.0.mlp.{part}.weight"][0]
             assert first["update_norm"] == pytest.approx({"a": of_a, "b": 0.0}, rel=1e-5)
             assert second["update_norm"] == pytest.approx({"a": 0.0, "b": of_b}, rel=1e-5)
+    if "slices" in more:  # shares of the whole model are of the layers that each expert has
+        totals = said["summary"]
+        for place, name, theirs in ((0, "a", "layers.0."), (1, "b", "layers.")):
+            ends = ["embed_tokens"] if name == "a" else ["lm_head", "model.norm"]
+            has = [n for n in base if theirs in n or any(end in n for end in ends)]
+            moves = sum(moved[n][place] ** 2 for n in has)
+            whole = sum(float(base[n].double().norm()) ** 2 for n in has)
+            assert totals["relative_norm"][name] == pytest.approx((moves / whole) ** 0.5, rel=1e-5)
+            assert totals["untouched"][name] < 0.01
 
 
 def test_a_comparison_where_an_expert_lacks_tensors(tmp_path):

@@ -164,6 +164,20 @@ def test_attention_is_merged_by_the_recipes_method(models: Path, tmp_path: Path)
     assert torch.equal(found["model.layers.1.block_sparse_moe.experts.2.w3.weight"], dense)
 
 
+def test_a_rule_for_what_the_mixture_makes_is_noted(models: Path) -> None:
+    recipe = {
+        "base": str(models / "base"),
+        "experts": {name: str(models / name) for name in NAMES},
+        "method": "average",
+        "moe": {"gates": "random"},
+    }
+    for pattern, count in (("*experts*", 6 * len(NAMES)), ("*.block_sparse_moe.gate.*", 2)):
+        rules = [{"match": pattern, "use": "base"}, {"match": "*norm*", "use": "base"}]
+        plan, *_ = covmerge.plan_recipe(covmerge.parse_recipe({**recipe, "rules": rules}))
+        (note,) = [note for note in plan.notes if "does not act" in note]
+        assert f"'{pattern}' does not act on {count} tensors of the mixture" in note
+
+
 def test_prompts_that_hardly_differ_are_warned_of(models: Path, tmp_path: Path) -> None:
     recipe = theirs(models)
     for number, expert in enumerate(recipe["experts"]):

@@ -135,6 +135,10 @@ class TestRoles:
     def test_a_rule_for_nothing_is_noted(self):
         plan = plan_for(state(), {"a": state()}, rules=[{"match": "*.atn.*", "use": "base"}])
         assert "the rule for '*.atn.*' applies to no tensor: did you mean '*.attn.*'?" in plan.notes
+        # Rules go by the base's names, not by those of an expert that has a prefix before them.
+        held = {f"model.{name}": tensor for name, tensor in state().items()}
+        plan = plan_for(state(), {"a": held}, rules=[{"match": "model.*attn.*", "use": "base"}])
+        assert "the rule for 'model.*attn.*' applies to no tensor" in str(plan.notes)
         plan = plan_for(
             state(), {"a": state()}, rules=[{"match": "*.attn.*", "role": "norm", "use": "base"}]
         )

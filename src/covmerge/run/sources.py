@@ -25,6 +25,7 @@ from covmerge.maths.methods import registry
 from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.align import Model, model_in_memory, over_base
 from covmerge.plan.planning.build import build_plans
+from covmerge.plan.planning.made_on import on_part
 from covmerge.plan.planning.operations import BASE, MERGED, expert_key
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.planning.ties import with_ties_undone
@@ -326,6 +327,10 @@ def open_checkpoints(
         plain = sources.get(None)
         if plain is not None and views.form == "adapter":
             plain = sources[None] = model_in_memory(plain, adapters.values())
+        if adapters and plain is not None:
+            described = Model.of(plain).description
+            adapters = {n: on_part(adapter, plain, described) for n, adapter in adapters.items()}
+            given |= adapters
         sources |= {name: unwrapped(dequantised(model), plain) for name, model in given.items()}
         sources = with_ties_undone(sources, views.form)
         sources = dict(mixed(views.moe, sources, list(given)))

@@ -151,6 +151,10 @@ class AdapterCheckpoint(View):
         update = self._contents.updates.get(name) or self._contents.folded.get(name)
         return (update and update.written) or name
 
+    def own_name(self, name: str) -> str:
+        """Return the name in the part of the base that the adapter was made on."""
+        return self._contents.own.get(name, name)
+
     def keeps_ties(self, name: str) -> bool:
         """Return whether tensors tied to this changed tensor stay tied to it as its library loads them."""
         layer = self._contents.folded.get(name)
@@ -248,6 +252,17 @@ class AdapterCheckpoint(View):
         contents = Contents(updates, self._contents.replaced, folded=folded)
         return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
 
+    def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:
+        """Return this adapter, which was made on a part of the base, with the base's names.
+
+        Args:
+            names: the base's names, by the adapter's.
+            root: what begins the base's names of the part.
+            note: a note for the user.
+        """
+        contents = self._contents.renamed(names, root)
+        return AdapterCheckpoint(self._stored, contents, self._config, (*self._notes, note))
+
     def over(
         self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
     ) -> AdapterCheckpoint:
@@ -335,7 +350,9 @@ class AdapterCheckpoint(View):
         self, base: Mapping[str, TensorHeader], config: AdapterConfig
     ) -> AdapterCheckpoint:
         contents = self._contents
-        updates, wrapped = find_parameters(contents.wrapped, base, config)
+        root = contents.root
+        part = {n.removeprefix(root): h for n, h in base.items() if n.startswith(root)}
+        updates, wrapped = find_parameters(contents.wrapped, part, config)
         if twice := updates.keys() & contents.replaced.keys():
             raise CheckpointError(
                 f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "

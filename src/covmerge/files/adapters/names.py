@@ -167,13 +167,31 @@ class Contents:
     """The contents of an adapter: updates, and names of whole tensors, both by the base's names.
 
     `wrapped` has factors whose tensors have not been found in a base yet, by the adapter's names.
-    `folded` has layers whose update is not a product of stored factors.
+    `folded` has layers whose update is not a product of stored factors. `root` is what begins the
+    base's names of the part that an adapter was made on, and `own` has its own names by the base's.
     """
 
     updates: Mapping[str, Update]
     replaced: Mapping[str, str]
     wrapped: Mapping[str, Wrapped] = field(default_factory=dict[str, Wrapped])
     folded: Mapping[str, Folded] = field(default_factory=dict[str, Folded])
+    root: str = ""
+    own: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def renamed(self, names: Mapping[str, str], root: str) -> Contents:
+        """Return the contents under other names, except `wrapped`, which are looked up under `root`."""
+
+        def to(name: str) -> str:
+            return names.get(name, name)
+
+        return Contents(
+            {to(name): replace(one, name=to(name)) for name, one in self.updates.items()},
+            {to(name): stored for name, stored in self.replaced.items()},
+            self.wrapped,
+            {to(name): replace(one, name=to(name)) for name, one in self.folded.items()},
+            root,
+            {name: own for own, name in names.items()},
+        )
 
 
 def looks_like_adapter(names: Iterable[str]) -> bool:

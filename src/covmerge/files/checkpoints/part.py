@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import takewhile
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ _HEAD = "lm_head.weight"
 def part_key(whole: Mapping[str, Any] | None, part: Mapping[str, Any] | None) -> str | None:
     """Return the key of a model's config that describes another model as its part; None: none or several.
 
+    The key of a part of a part is that of the part, a dot and the key in it.
+
     Example:
         >>> encoder = {"model_type": "clip_vision_model"}
         >>> part_key({"model_type": "clip", "vision_config": encoder}, encoder)
@@ -27,9 +29,25 @@ def part_key(whole: Mapping[str, Any] | None, part: Mapping[str, Any] | None) ->
     kind = (part or {}).get("model_type")
     if whole is None or kind is None or kind == whole.get("model_type"):
         return None
-    inner = {k: cast("dict[str, Any]", v) for k, v in whole.items() if isinstance(v, dict)}
-    found = [key for key, config in inner.items() if config.get("model_type") == kind]
+    found = list(_keys(whole, kind))
     return found[0] if len(found) == 1 else None
+
+
+def _keys(config: Mapping[str, Any], kind: object) -> Iterator[str]:
+    """Yield the keys of the configs of a kind, inside a config and inside those in it."""
+    inner = {k: cast("dict[str, Any]", v) for k, v in config.items() if isinstance(v, dict)}
+    for key, part in inner.items():
+        if part.get("model_type") == kind:
+            yield key
+        else:
+            yield from (f"{key}.{rest}" for rest in _keys(part, kind))
+
+
+def _with(config: Mapping[str, Any], key: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the values of a part's own config in it."""
+    first, _, rest = key.partition(".")
+    inner = config[first]
+    return {**config, first: _with(inner, rest, part) if rest else {**inner, **part}}
 
 
 class Part(View):
@@ -86,14 +104,18 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
     key = part_key(base.config, checkpoint.config)
     if key is None:
         return checkpoint
-    prefix = _prefix(checkpoint, base)
+    prefix = _prefix(checkpoint, base, {name.removesuffix("_config") for name in key.split(".")})
     names = {prefix + name: name for name in checkpoint.headers}
     root = _root(names, base.headers)
     if not root:
         return checkpoint
     whole, inner = base.config or {}, checkpoint.config or {}
-    config = {**whole, key: {**whole[key], **inner}}
-    says = TIED in inner and key in dict(language_parts(whole))
+    config = _with(whole, key, inner)
+    around: Mapping[str, Any] = whole
+    *outer, last = key.split(".")
+    for name in outer:
+        around = around[name]
+    says = TIED in inner and last in dict(language_parts(around))
     if says:
         config[TIED] = inner[TIED]
     part = Part(checkpoint, names, config, root, ties=says and inner[TIED] is True)
@@ -106,10 +128,11 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
     return part
 
 
-def _prefix(expert: Checkpoint, base: Checkpoint) -> str:
+def _prefix(expert: Checkpoint, base: Checkpoint, called: Collection[str]) -> str:
     """Return the prefix that most of the expert's names have in the base; '' if there is none, or several.
 
-    Several prefixes may have the same names, as the two encoders of CLIP. Then shapes decide.
+    Several prefixes may have the same names, as the two encoders of CLIP. Then shapes decide, and then
+    what the base's config calls the part: Qwen2.5-Omni's `thinker` and `talker` both have a `model`.
     """
     shapes = {name: header.shape for name, header in base.headers.items()}
     found = Counter(
@@ -127,6 +150,8 @@ def _prefix(expert: Checkpoint, base: Checkpoint) -> str:
         if count == most
     }
     best = [prefix for prefix, count in of_shape.items() if count == max(of_shape.values())]
+    if len(best) > 1:
+        best = [prefix for prefix in best if not {*prefix.split(".")}.isdisjoint(called)]
     return best[0] if len(best) == 1 else ""
 
 

@@ -80,6 +80,7 @@ class ModelDescription:
         lacks_head: name of the output layer's weight if the model has an output layer, the config does
             not tie it, and it is not stored, so that the model cannot be loaded; else None.
         architecture: config.architectures[0].
+        parts: paths of models inside the model, each with its class and its model_type.
         source: whether roles come from the model's modules (`skeleton`) or from name rules (`names`).
         notes: notes for the user.
     """
@@ -90,6 +91,7 @@ class ModelDescription:
     tied: Mapping[str, str]
     lacks_head: str | None
     architecture: str | None
+    parts: Mapping[str, tuple[str, str]]
     source: Literal["skeleton", "names"]
     notes: tuple[str, ...]
 
@@ -252,6 +254,7 @@ def describe(
         tied=tied,
         lacks_head=lacks_head,
         architecture=architecture_of(config),
+        parts=skeleton.parts if skeleton else {},
         source="skeleton" if skeleton else "names",
         notes=tuple(notes),
     )

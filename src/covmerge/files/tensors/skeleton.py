@@ -71,6 +71,7 @@ class Skeleton:
         outside: parameters and buffers outside the backbone.
         blocks: names of the modules that the model runs one after another, each once, as far as its lists
             of modules show.
+        parts: paths of models inside the model, each with its class and its model_type.
         notes: notes for the user.
     """
 
@@ -81,6 +82,7 @@ class Skeleton:
     head: str | None
     outside: frozenset[str]
     blocks: tuple[str, ...]
+    parts: Mapping[str, tuple[str, str]]
     notes: tuple[str, ...]
 
     def path(self, name: str) -> str:
@@ -167,6 +169,7 @@ def _skeleton(
         head=_head(model),
         outside=_outside(model, slots, prefix, base_class, len(headers)),
         blocks=_blocks(model),
+        parts=_parts(model, transformers.PreTrainedModel),
         notes=(*notes, *place_notes),
     )
 
@@ -368,6 +371,32 @@ def _outside(
     with torch.device("meta"), _NotFarBeyond(stored):
         base = base_class._from_config(model.config)
     return frozenset(slots.keys() - _slots(base).keys())
+
+
+def _parts(model: Any, of: type) -> dict[str, tuple[str, str]]:
+    """Return the models inside a model that are of another kind than the model around them."""
+    kinds = {
+        path: (type(module).__name__, str(module.config.model_type))
+        for path, module in model.named_modules()
+        if isinstance(module, of)
+    }
+    around = {
+        path: max((o for o in kinds if o != path and _in(path, o)), default="") for path in kinds
+    }
+    return {path: kind for path, kind in kinds.items() if kind[1] != kinds[around[path]][1]}
+
+
+def _in(path: str, other: str) -> bool:
+    return not other or path.startswith(f"{other}.")
+
+
+def model_type_of(architecture: str) -> str | None:
+    """Return the model_type of a class of transformers; None if there is no such class."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+        return getattr(getattr(transformers, architecture).config_class, "model_type", None)
+    except Exception:  # the name is a stranger's, and what it imports may be missing
+        return None
 
 
 def _blocks(model: Any) -> tuple[str, ...]:

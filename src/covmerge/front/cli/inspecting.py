@@ -140,8 +140,6 @@ def spark(values: Sequence[float], most: float, bars: str = _BARS) -> str:
 
 
 def _experts(inspection: Inspection) -> Table:
-    total = inspection.total()
-    assert total is not None
     spectra = any(layer.spectra for layer in inspection.matrices)
     stored = inspection.lost_when_stored()
     columns = [
@@ -153,8 +151,7 @@ def _experts(inspection: Inspection) -> Table:
     ]
     ranks = ["eff. rank", "rank"] if spectra else []
     rows = table("expert", *columns, *ranks, right=[*columns, *ranks])
-    base = total.base_norm or 1.0
-    for place, expert in enumerate(inspection.compared):
+    for expert, total in inspection.totals().items():
         part = [
             layer.spectra[expert]
             for layer in inspection.matrices
@@ -167,10 +164,10 @@ def _experts(inspection: Inspection) -> Table:
         )
         rows.add_row(
             printable(expert),
-            f"{total.norms[place]:.3g}",
-            f"{total.norms[place] / base:.3g}",
-            f"{total.untouched[place]:.1%}",
-            f"{total.rounding_of_weights[place]:.1%}",
+            f"{total.update_norm:.3g}",
+            f"{total.relative_norm:.3g}",
+            f"{total.untouched:.1%}",
+            f"{total.rounding_of_weights:.1%}",
             *([f"≈ {stored[expert]:.0%}" if expert in stored else ""] * bool(stored)),
             *taken,
         )
@@ -181,10 +178,9 @@ def _norms(inspection: Inspection, bars: str) -> tuple[str, Table]:
     groups = _groups(inspection)
     series = {
         (expert, name): [
-            root_mean_square(layer.relative[expert] for layer in block)
-            if any(expert not in layer.absent for layer in block)
-            else None
+            root_mean_square(layer.relative[expert] for layer in there) if there else None
             for block in blocks
+            for there in [[layer for layer in block if expert not in layer.absent]]
         ]
         for expert in inspection.compared
         for name, blocks in groups.items()

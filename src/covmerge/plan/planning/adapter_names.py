@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, cast
 
 from covmerge.base.errors import RecipeError
@@ -21,7 +22,8 @@ class Naming:
 
     Attributes:
         added: a prefix to add, such as `bert.` if the adapters' model has a head and the base has none.
-        removed: a prefix to remove, in the opposite case.
+        removed: a prefix to remove, in the opposite case. With both, one stands for the other, as if
+            the adapters' model is a part of the base; other names stay.
         stored: whether names in the base's files are used instead of parameter names.
         note: a note for the user on the choice.
     """
@@ -37,6 +39,8 @@ class Naming:
 
     def parameter(self, name: str) -> str:
         """Return the name of a parameter."""
+        if self.added and self.removed and not name.startswith(self.removed):
+            return name
         return f"{self.added}{name.removeprefix(self.removed)}"
 
     def module(self, name: str) -> str:
@@ -44,29 +48,43 @@ class Naming:
         return self.parameter(f"{name}.").removesuffix(".")
 
 
-def naming_of(tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint]) -> Naming:
+def naming_of(tensors: Sequence[TensorPlan], adapters: Mapping[str, AdapterCheckpoint]) -> Naming:
     """Return the naming that all adapters share; if they differ or there are none, the base's own."""
     pairs = list(_named_by_adapters(tensors, adapters))
-    for stored in (False, True):
-        names = [(t.name if stored else t.info.parameter, found) for t, found in pairs]
-        candidates = {_difference(name, found) for name, found in names}
-        if len(candidates) == 1 and (only := candidates.pop()) is not None:
-            return Naming(*only, stored=stored)
     if not pairs:
         return Naming()
+    for difference, stored in ((_difference, False), (_prefixes, False), (_difference, True)):
+        names = [(t.name if stored else t.info.parameter, found) for t, found in pairs]
+        candidates = {difference(name, found) for name, found in names}
+        if any(one is not None and one[1] for one in candidates):
+            candidates.discard(("", ""))  # a head beside the part
+        only = candidates.pop() if len(candidates) == 1 else None
+        if only is not None and _holds(Naming(*only, stored=stored), tensors, pairs):
+            return Naming(*only, stored=stored)
     return Naming(
         note="the adapters name the layers in different ways, as models with and without a head do: "
         "the merged one names them as the model of the base's config.json does"
     )
 
 
+def _holds(
+    naming: Naming, tensors: Sequence[TensorPlan], pairs: Sequence[tuple[TensorPlan, str]]
+) -> bool:
+    """Return whether a naming is every adapter's, and no tensor outside their part is merged."""
+    named = {tensor.name for tensor, _ in pairs}
+    others = (t for t in tensors if t.merge is not None and t.name not in named)
+    return all(naming.of(tensor) == found for tensor, found in pairs) and all(
+        (t.name if naming.stored else t.info.parameter).startswith(naming.removed) for t in others
+    )
+
+
 def _named_by_adapters(
-    tensors: Sequence[TensorPlan], adapters: Mapping[str, Checkpoint]
+    tensors: Sequence[TensorPlan], adapters: Mapping[str, AdapterCheckpoint]
 ) -> Iterator[tuple[TensorPlan, str]]:
     for tensor in tensors:
         for expert, operand in tensor.operands.items():
             if operand.tensor and expert in adapters:
-                yield tensor, operand.tensor
+                yield tensor, adapters[expert].own_name(operand.tensor)
 
 
 def _difference(name: str, found: str) -> tuple[str, str] | None:
@@ -76,6 +94,18 @@ def _difference(name: str, found: str) -> tuple[str, str] | None:
     if name.endswith(found):
         return "", name.removesuffix(found)
     return None
+
+
+def _prefixes(name: str, found: str) -> tuple[str, str]:
+    """Return the prefixes to add and to remove, of names that end alike from a dot on."""
+    one, other = name.split("."), found.split(".")
+    ends = takewhile(
+        lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other), strict=False)
+    )
+    alike = sum(1 for _ in ends)
+    rests = (parts[: len(parts) - alike] for parts in (other, one))
+    added, removed = ("".join(f"{part}." for part in rest) for rest in rests)
+    return added, removed
 
 
 # Names of the parts of a pipeline, in Kohya's and in diffusers' format.

@@ -28,9 +28,11 @@ from covmerge.files.checkpoints.view import respelled, weight_norms
 from covmerge.files.quantised.view import dequantised, is_quantised
 from covmerge.files.tensors.describe import ModelDescription, conv1d_names, describe_checkpoint
 from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
+from covmerge.plan.planning.made_on import parts_with
 from covmerge.plan.planning.operations import Operand
 from covmerge.plan.planning.reached import check_reached
 from covmerge.plan.recipe import TensorRules
+from covmerge.plan.vocabulary.rows import rows_of
 
 # Mixtures of experts that one source has packed, as in transformers' memory.
 
@@ -302,8 +304,10 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
                 f"with {rules_for(name)}, or merge it"
             )
         else:
-            resized = found in adapter.headers and _is_vocabulary(
-                base, name, header, adapter.headers[found]
+            resized = (
+                rows_of(name) == "tokens"
+                and found in adapter.headers
+                and _is_vocabulary(base, name, header, adapter.headers[found])
             )
             raise TensorError(
                 f"'{name}' is {list(header.shape)} in the base, and expert '{expert_name}' "
@@ -316,6 +320,7 @@ def _align_adapter(base: Model, expert_name: str, adapter: Model, chosen: Chosen
     unknown = [name for name in adapter.checkpoint.low_rank if name not in taken]
     if unknown:
         _check_bare(base, expert_name, adapter, unknown)
+        _check_parts(base, expert_name, adapter, unknown)
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) updates "
             f"{counted(len(unknown), 'tensor')} that the base ({base.checkpoint.source}) lacks: "
@@ -344,6 +349,23 @@ def _check_bare(base: Model, expert_name: str, adapter: Model, unknown: Sequence
             f"expert '{expert_name}' ({adapter.checkpoint.source}) has a bias for "
             f"{counted(len(unknown), 'layer')} that the base ({base.checkpoint.source}) has without: "
             f"{some(unknown, 5, quoted=True)}. {_ADD_BIASES}"
+        )
+
+
+def _check_parts(base: Model, expert_name: str, adapter: Model, unknown: Sequence[str]) -> None:
+    """Raise if parts of the base have all these tensors, and nothing tells the adapter's part."""
+    if found := parts_with(unknown, base.checkpoint, base.description):
+        name, _ = base.description.parts[found[0]]
+        raise TensorError(
+            f"expert '{expert_name}' ({adapter.checkpoint.source}) updates tensors that the base "
+            f"({base.checkpoint.source}) has in its "
+            + (
+                f"part {some(found, 4, quoted=True)}"
+                if len(found) == 1
+                else f"parts {some(found, 4, quoted=True)}"
+            )
+            + f", such as '{unknown[0]}'. If the adapter was made on such a part, name its class in "
+            f'adapter_config.json, as PEFT does: "auto_mapping": {{"base_model_class": "{name}"}}'
         )
 
 
@@ -629,6 +651,14 @@ def _check_resized(
 ) -> None:
     if resized and rules.vocabulary == "error":
         name, rows = next(iter(resized.items()))
+        if (kind := rows_of(name)) != "tokens":
+            raise TensorError(
+                f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
+                f"'{expert_name}', and they stand for {kind}. Where the first rows mean the same, as "
+                f"places in a text do, set {Hint('tensors', {'vocabulary': 'base'})} to merge the rows of "
+                "the base. Places in a picture do not: pass the base that it was trained from, or leave "
+                f"the table to the base with {rules_for(name)}"
+            )
         raise TensorError(
             f"'{name}' has {base.headers[name].shape[0]} rows in the base and {rows} in expert "
             f"'{expert_name}': the vocabularies differ in size. Merge them by token with "

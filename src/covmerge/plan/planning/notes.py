@@ -13,6 +13,7 @@ from covmerge.base.text import counted, some
 from covmerge.base.types import Role
 from covmerge.maths.methods import registry
 from covmerge.plan.planning.align import Alignment, Model
+from covmerge.plan.planning.slices import Layers
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe, Rule
 from covmerge.plan.recipe.varied import patterns_in
@@ -30,7 +31,7 @@ def plan_notes(
     yield from _mask_notes(tensors)
     yield from _unused_weights(tensors)
     yield from _of_no_family(tensors, base)
-    yield from _of_no_tensor(recipe, base, models)
+    yield from _of_no_tensor(recipe, base, models, alignments)
     yield from _of_base(tensors, base, recipe.dtype)
     yield from _averaged_vocabulary(recipe.method, tensors, models, alignments)
     yield from _rebuilt(alignments)
@@ -87,20 +88,34 @@ def _of_no_family(tensors: Sequence[TensorPlan], base: Model) -> Iterator[str]:
                 )
 
 
-def _of_no_tensor(recipe: Recipe, base: Model, models: Mapping[str, Model]) -> Iterator[str]:
-    everything = {
+def _of_no_tensor(
+    recipe: Recipe,
+    base: Model,
+    models: Mapping[str, Model],
+    alignments: Mapping[str, Alignment],
+) -> Iterator[str]:
+    # An expert's name counts only where the base has no such tensor: rules go by the base's names.
+    everything = {(info.name, info.role): None for info in base.description.tensors.values()} | {
         (info.name, info.role): None
-        for model in (base, *models.values())
-        for info in model.description.tensors.values()
+        for expert, alignment in alignments.items()
+        for info in models[expert].description.tensors.values()
+        if info.name not in alignment.names.values()
     }
     left = dict(everything)
+    layers = Layers(recipe.slices, base.headers, recipe.moe)
     for rule in recipe.rules:
         applies = [tensor for tensor in everything if rule.applies_to(*tensor)]
         condition = rule.match if rule.match is not None else f"role {rule.role}"
         if not applies:
             hint = _rule_meant(rule, everything)
             yield f"the rule for '{condition}' applies to no tensor: {hint}"
-        elif condition != "*" and not any(tensor in left for tensor in applies):
+        made = [n for n, _ in applies if layers.of_expert(n) or layers.of_base(n) is not None]
+        if made and condition != "*":
+            yield (
+                f"the rule for '{condition}' does not act on {counted(len(made), 'tensor')} of the mixture "
+                f"(such as '{made[0]}'): each is one expert's, or a router that `moe` makes"
+            )
+        if applies and condition != "*" and not any(tensor in left for tensor in applies):
             yield (
                 f"the rule for '{condition}' decides nothing, as rules before it apply to all its tensors: "
                 "if it is to decide, put it before them"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from typing_extensions import TypedDict
 
@@ -31,6 +31,22 @@ class InspectionFigures(TypedDict, total=False):
     compute_seconds: float
     peak_memory: int
     expected_peak_memory: int
+
+
+class ExpertTotal(NamedTuple):
+    """Measurements of one expert's update over the layers that the expert has.
+
+    Attributes:
+        update_norm: ‖Δ_t‖_F.
+        relative_norm: ‖Δ_t‖ / ‖W_0‖ of these layers; 0 if the base is zero.
+        untouched: share of the elements that are as in the base.
+        rounding_of_weights: share of ‖Δ_t‖ that rounding W_t to bfloat16 loses.
+    """
+
+    update_norm: float
+    relative_norm: float
+    untouched: float
+    rounding_of_weights: float
 
 
 @dataclass(frozen=True)
@@ -263,6 +279,23 @@ class Inspection(Tabular):
             found = layer.sums if found is None else found + layer.sums
         return found
 
+    def totals(self) -> dict[str, ExpertTotal]:
+        """Return measurements of each expert's whole update, over the layers that the expert has."""
+        found: dict[str, ExpertTotal] = {}
+        for place, name in enumerate(self.compared):
+            sums = self.total(layer for layer in self.layers if name not in layer.absent)
+            if sums is None:
+                sums = self.total()
+            assert sums is not None
+            base = sums.base_norm
+            found[name] = ExpertTotal(
+                sums.norms[place],
+                sums.norms[place] / base if base else 0.0,
+                sums.untouched[place],
+                sums.rounding_of_weights[place],
+            )
+        return found
+
     def lost_when_stored(self) -> dict[str, float]:
         """Return the estimated share of ‖Δ_t‖ lost to half precision, for experts wholly stored so."""
         return lost_when_stored(self.layers)
@@ -335,18 +368,14 @@ class Inspection(Tabular):
 
     def as_json(self) -> dict[str, Json]:
         """Return the whole inspection as plain JSON."""
-        total = self.total()
         summary: dict[str, Json] = {}
-        if total is not None:
-            names = self.compared
+        if self.layers:
+            totals = self.totals()
             summary = {
-                "update_norm": dict(zip(names, total.norms, strict=False)),
-                "relative_norm": {
-                    name: norm / total.base_norm if total.base_norm else 0.0
-                    for name, norm in zip(names, total.norms, strict=False)
+                **{
+                    key: {name: total[place] for name, total in totals.items()}
+                    for place, key in enumerate(ExpertTotal._fields)
                 },
-                "untouched": dict(zip(names, total.untouched, strict=False)),
-                "rounding_of_weights": dict(zip(names, total.rounding_of_weights, strict=False)),
                 "lost_when_stored": self.lost_when_stored(),
                 "retention": self.retention(),
             }

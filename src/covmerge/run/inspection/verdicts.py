@@ -100,13 +100,14 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
             name,
         )
     for tensor, rows in found.resized.items():
+        kind = rows_of(tensor)
         refused = tensors.vocabulary == "error"
         yield Finding(
             Severity.FAULT if refused else Severity.WARNING,
-            f"its vocabulary was resized: '{tensor}' has {rows} rows, the base "
+            f"its {_RESIZED[kind]}: '{tensor}' has {rows} rows, the base "
             f"{base.headers[tensor].shape[0]}"
             + (
-                "; if the first rows mean the same tokens, merge the base's by "
+                f"; if the first rows mean the same {kind}, merge the base's by "
                 f"{Hint('tensors', {'vocabulary': 'base'})}"
                 if refused
                 else "; the rows of the base are merged"
@@ -119,6 +120,13 @@ def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iter
         yield Finding(
             Severity.NOTE, f"has a task head of its own ({some(found.heads, 3)}), kept beside", name
         )
+
+
+_RESIZED = {
+    "tokens": "vocabulary was resized",
+    "places": "number of places differs",
+    "types": "number of types differs",
+}
 
 
 def _rows_besides(added: int) -> str:
