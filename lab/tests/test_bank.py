@@ -121,11 +121,7 @@ def test_the_page_of_auto_has_what_its_command_prints() -> None:
     page = (root / "docs" / "auto.md").read_text()
     page = page[page.index("| method | regret |") :].partition("\n\n")[0]
     told = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    rules_of_auto = {
-        "`auto`'s first rule, weights alone": "auto, first rule",
-        "`auto`'s second rule": rules.SECOND,
-    }
-    cells = {rules_of_auto.get(of, of.strip("`")): own for of, *own in told[1:]}
+    cells = {of.strip("`"): own for of, *own in told[1:]}
     assert len(cells) > 5
     sets = run.read(root / "lab" / "benchmarks" / "results" / "bank.jsonl", ())
     every_name = {name for scored in sets for name in scored["methods"]}
@@ -251,6 +247,19 @@ def test_a_rule_gives_one_expert_and_copies_back(title: str) -> None:
     for updates in ([update], [update] * 3):
         found = rules.RULES[title](updates).float()
         assert torch.allclose(found, length * update, atol=1e-4)
+
+
+def test_a_merge_is_shortened_as_far_as_it_makes_the_weights_longer() -> None:
+    first, second = torch.zeros(2, 4, 4).unbind()
+    first[0, 0], second[1, 1] = 3.0, 3.0
+    base = 4.0 * torch.eye(4)[2:3].repeat(4, 1) / 2  # of length 4
+    for updates in ([first], [first, first]):
+        group = LinearGroup(tuple(updates), (1.0,) * len(updates), base=base)
+        assert torch.allclose(rules.shorter_by_weights(group), first, atol=1e-4)
+    pair = LinearGroup((first, second), (1.0, 1.0), base=base)
+    merged = registry.get("auto")(pair).delta
+    found, whole = rules.shorter_by_weights(pair).norm() / merged.norm(), float(merged.norm())
+    assert float(found) == pytest.approx((25 / (16 + whole**2)) ** 0.5, rel=1e-4)
 
 
 def test_experts_that_share_nothing_are_added_by_both_sides() -> None:
