@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import cast
 
-from covmerge.base.errors import CheckpointError
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.folder import CONFIG
-from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.tensors.describe import ModelDescription, TensorInfo
 from covmerge.files.tensors.skeleton import model_type_of
 
@@ -21,8 +17,8 @@ def on_part(
 ) -> AdapterCheckpoint:
     """Return an adapter that was made on a part of the base with the base's names; others unchanged.
 
-    PEFT writes the class of the adapted model into `auto_mapping`, and its path or name. The class, or
-    the model_type of a local folder, tells the part if the base has one model of it inside.
+    PEFT writes the class of the adapted model into `auto_mapping`. It tells the part if the base has one
+    model of that class inside. The folder that an adapter names is not opened: it is a stranger's path.
     """
     parts = described.parts
     made_on = _made_on(adapter) if parts else None
@@ -72,21 +68,14 @@ def parts_with(names: Collection[str], base: Checkpoint, described: ModelDescrip
 
 
 def _made_on(adapter: AdapterCheckpoint) -> tuple[str, str] | None:
-    """Return the class, or else the folder, of the model that was adapted, and its model_type."""
+    """Return the class of the model that was adapted, and its model_type; None where no file says it."""
     mapping: object = adapter.adapter_config.get("auto_mapping")
     name: object = None
     if isinstance(mapping, Mapping):
         name = cast("Mapping[str, object]", mapping).get("base_model_class")
     if isinstance(name, str) and (kind := model_type_of(name)) is not None:
         return name, kind
-    try:
-        file = Path(adapter.base_model or "") / CONFIG
-        kind = (
-            read_object(file).get("model_type") if adapter.base_model and file.is_file() else None
-        )
-    except (CheckpointError, OSError, ValueError):
-        return None
-    return (str(adapter.base_model), kind) if isinstance(kind, str) else None
+    return None
 
 
 def _stored_root(path: str, described: ModelDescription) -> str:
