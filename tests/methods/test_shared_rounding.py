@@ -9,6 +9,7 @@ import covmerge
 from covmerge.base.types import LinearGroup, Measured, Rounding
 from covmerge.maths.measures.rounding import rounding_of
 from covmerge.maths.methods.resolution import of_terms, without_rounding
+from covmerge.maths.reference import REFERENCES
 from covmerge.methods import registry
 from tests.methods.groups import relative
 
@@ -81,6 +82,40 @@ def test_a_frozen_layer_in_files_stays_as_the_base_has_it():
     experts = [{"fc.weight": base.bfloat16()}] * 2
     found = covmerge.merge({"fc.weight": base}, experts, "dc_merge", allow=["unchanged-expert"])
     assert torch.equal(found.tensors["fc.weight"], base)
+
+
+@pytest.mark.parametrize("method", OF_MATRICES)
+def test_a_change_that_is_hardly_more_than_rounding_is_merged_as_by_the_reference(method):
+    """Its energy is a third of the rounding's. No direction stands out: the numerical rank is 0."""
+    draw = torch.Generator().manual_seed(8)
+    base, inputs = torch.randn(48, 64, generator=draw), torch.randn(100, 64, generator=draw)
+    steps = [1e-3 * torch.randn(48, 64, generator=draw) for _ in range(3)]
+    updates = [(base + step).bfloat16().float() - base for step in steps]
+    group = LinearGroup(
+        tuple(updates),
+        (1.0,) * 3,
+        rounding=tuple(rounding_of(updates, [torch.bfloat16] * 3, base)),
+        expert_statistics=(Measured(inputs.T @ inputs, 100, 100),) * 3 * (method.data == "gram"),
+        base_norm=float(base.norm()) if method.base_norm else None,
+    )
+    assert without_rounding(group) is group
+    found = method(group).delta.double()
+    assert found.isfinite().all()
+    if method.name != "wudi":  # steps of a gradient
+        expected = REFERENCES[method.name](group)
+        assert float((found - expected).norm()) <= 1e-4 * max(1e-9, float(expected.norm()))
+
+
+def test_a_fine_tune_in_the_dtype_of_its_base_is_never_rounding():
+    """A share of the weights moved by one last place: as little as a training in bfloat16 can do."""
+    draw = torch.Generator().manual_seed(9)
+    base = torch.randn(64, 64, generator=draw).bfloat16()
+    for share in (0.01, 0.1, 0.5, 1.0):
+        moved = (torch.rand(64, 64, generator=draw) < share).to(torch.int16)
+        update = (base.view(torch.int16) + moved).view(torch.bfloat16).float() - base.float()
+        errors = tuple(rounding_of([update], [torch.bfloat16], base.float()))
+        group = LinearGroup((update,), (1.0,), rounding=errors)
+        assert without_rounding(group) is group
 
 
 def test_a_small_change_of_one_direction_is_more_than_rounding():

@@ -169,6 +169,8 @@ def tucker2(
     inputs = joint_directions([block.mT for block in blocks], rtol=rtol, rounding=rounding)
     inner = [outputs.left.mT @ block.to(torch.float64) @ inputs.left for block in blocks]
     whole = sum(float(block.square().sum()) for block in inner)
+    if not whole:  # no direction is more than rounding
+        return Tucker2(outputs, inputs, 1.0, 0)
 
     def anew(along: Tensor) -> tuple[JointDirections, JointDirections]:
         left = joint_directions([block @ along for block in inner], rtol=rtol).first(rank)

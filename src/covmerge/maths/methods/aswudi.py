@@ -125,6 +125,8 @@ def aswudi(
     """
 
     def keep_most(values: Tensor) -> tuple[int, Tensor]:
+        if not len(values):  # the updates are at most rounding of the stored weights
+            return 0, values
         count = ceil(float(values.sqrt().sum()) ** 2 / float(values.sum()) - _WHOLE)
         k = with_equals(values.sqrt(), min(count, len(values)))
         return k, torch.ones_like(values[:k])

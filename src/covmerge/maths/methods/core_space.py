@@ -146,6 +146,8 @@ def core_space(
     outputs = joint_directions([each.left for each in factors], rtol=rtol)
     inputs = joint_directions([each.right.mT for each in factors], rtol=rtol)
     left, right = outputs.left, inputs.left
+    if not left.shape[1]:  # at most rounding of the stored weights
+        return Merged(torch.zeros_like(like), replace(diagnostics, core=(0, 0)))
     if inner == "ties" and outputs.arbitrary + inputs.arbitrary:
         diagnostics = replace(diagnostics, arbitrary=outputs.arbitrary + inputs.arbitrary)
     sizes = [norm(update) for update in group.updates]

@@ -153,6 +153,8 @@ def ctm(
     )
     del targets, apart
     left, right = bases.left.left, bases.right.left
+    if not left.shape[1]:  # at most rounding of the stored weights
+        return Merged(torch.zeros_like(like), replace(diagnostics, core=(0, 0)))
     if inner == "ties":
         diagnostics = replace(
             diagnostics, arbitrary=bases.left.arbitrary + bases.right.arbitrary or None

@@ -230,7 +230,8 @@ def _essential(
     values, vectors = eigh(root @ gram.to(torch.float64) @ root.mT)
     energy, turn = values.flip(0), vectors.flip(1)
     largest = float(found.sigma[0]) ** 2 * float(gram.diagonal().double().sum())
-    end = max(energy_rtol * float(energy[0]), len(energy) * _EXACT * largest)
+    most = float(energy[0]) if len(energy) else 0.0  # none: the update is at most rounding
+    end = max(energy_rtol * most, len(energy) * _EXACT * largest)
     rank = int((energy > end).sum())
     count = with_equals(energy[:rank].sqrt(), min(k, rank))
     energy, turn = energy[:count], turn[:, :count]

@@ -16,7 +16,7 @@ from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.linalg.joint import far_apart
 from covmerge.maths.linalg.lapack import norm, square_norm
 from covmerge.maths.linalg.pinv import largest_singular_values
-from covmerge.maths.linalg.spectral import EXACT, energy_of_rounding, rank_tolerance, truncated_svd
+from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
 
 RankRtol = Annotated[
     float | None,
@@ -27,6 +27,8 @@ RankRtol = Annotated[
         "what rounding of the stored weights gives",
     ),
 ]
+# The energy of rounding is as expected to a few per cent. A trained update in it would add to it.
+_AS_EXPECTED = 1.1
 _OF_CORES = 256  # the least length assumed for products that may have made a small matrix
 
 
@@ -108,7 +110,7 @@ def of_terms(
 
 
 def without_rounding(group: LinearGroup) -> LinearGroup:
-    """Return the group with zeros for updates that are no more than rounding of the stored weights.
+    """Return the group with zeros for updates that are rounding of the stored weights alone.
 
     Such an expert stores the base's weights in fewer digits, as of a layer that was frozen. It did not
     change the layer. Scaled to the size of the others, its rounding would hide their directions.
@@ -116,7 +118,7 @@ def without_rounding(group: LinearGroup) -> LinearGroup:
     Example:
         >>> import torch
         >>> error = Rounding(edge=0.1, energy=0.02)
-        >>> pair = torch.eye(2), 0.05 * torch.eye(2)
+        >>> pair = torch.eye(2), 0.1 * torch.eye(2)
         >>> group = LinearGroup(pair, (1.0, 1.0), rounding=(error, error))
         >>> [bool(update.any()) for update in without_rounding(group).updates]
         [True, False]
@@ -135,7 +137,9 @@ def without_rounding(group: LinearGroup) -> LinearGroup:
 
 
 def _is_rounding(update: Tensor, error: Rounding) -> bool:
-    if not energy_of_rounding(square_norm(update), 0, update.shape, error):
+    """Whether an update has the length that rounding of the weights has, and no direction beyond it."""
+    share = square_norm(update) / error.energy if error.energy else 0.0
+    if not 1 / _AS_EXPECTED < share < _AS_EXPECTED:
         return False
     return bool(largest_singular_values(update) <= error.edge)
 

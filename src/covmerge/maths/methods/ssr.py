@@ -149,6 +149,8 @@ def ssr(
     if len(heard) == 1:
         return Merged(group.updates[heard[0]].clone(), diagnostics)
     factors = _factors(group, heard, rank_rtol)
+    if not any(factor.rank for factor in factors):  # at most rounding of the stored weights
+        return Merged(torch.zeros_like(like), diagnostics)
     root = _root([factor.right for factor in factors])
     system = root.new_zeros(root.shape[1], root.shape[1])
     numerator = root.new_zeros(len(like), root.shape[1])

@@ -60,7 +60,7 @@ def aswudi(
     """Θ₀(I − Q_KQ_Kᵀ) + D Q_KΛ_K⁻¹Q_Kᵀ, K = ⌈(Σ√λ)² / Σλ⌉  (ASWUDI)."""
 
     def most(roots: Tensor) -> Tensor:
-        k = int(torch.ceil(roots.sum() ** 2 / (roots**2).sum() - 1e-9))
+        k = int(torch.ceil(roots.sum() ** 2 / (roots**2).sum() - 1e-9)) if len(roots) else 0
         return torch.ones(with_equals(roots, k), dtype=torch.float64)
 
     return spectral_filter(group, most, start, scale, rtol)
@@ -183,7 +183,7 @@ def ssr(group: LinearGroup, *, ridge: float = 1e-4, rank_rtol: float | None = No
     of_inputs = [group.weights[t] * group.expert_statistics[t].value.double() for t in changed]
     G = total(A @ g @ A.T for g in of_inputs)
     Q = torch.vstack([a @ g @ A.T for (_, a), g in zip(pairs, of_inputs, strict=True)])
-    rho = ridge * float(G.trace()) / len(G)
+    rho = ridge * float(G.trace()) / max(1, len(G))
     return B @ Q @ pinv(G + rho * identity(len(G)), torch.finfo(torch.float32).eps) @ A
 
 

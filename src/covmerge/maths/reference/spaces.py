@@ -191,6 +191,8 @@ def bases(
     U, _ = together(X, rtol, errors)
     V, S = together([x.T for x in X], rtol, errors)
     G = [U.T @ x @ V for x in X]
+    if not len(S):
+        return U, V
     v = identity(len(S))[:, : with_equals(S, rank)]
     off: list[float] = []
     while True:

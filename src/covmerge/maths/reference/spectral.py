@@ -73,6 +73,8 @@ def dc_merge(
         return torch.zeros_like(group.updates[0], dtype=torch.float64)
     share = max(1, min(group.shape) // len(changed))
     parts = [leading(d, rtol, error).first(share) for d, _, error in changed]
+    if not any(len(part.S) for part in parts):
+        return torch.zeros_like(parts[0].U @ parts[0].Vh)
     left, right = orthogonalized(parts, rtol)
     cores = [
         w * left.T @ part.U @ torch.diag(_smooth(part.S, smoothing)) @ part.Vh @ right.T
