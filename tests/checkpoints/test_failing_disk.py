@@ -8,9 +8,9 @@ import pytest
 
 from covmerge.errors import InputError, ResourceError
 from covmerge.files.stores import lock, regular_file
-from covmerge.files.stores.disk import disk_errors
+from covmerge.files.stores.disk import disk_errors, replace_file
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.lock import REMOVED, Lock
+from covmerge.files.stores.lock import REMOVED, Lock, held_file
 from covmerge.plan.statistics import write
 from covmerge.plan.statistics.write import scratch_folder
 from tests.advised import advice
@@ -120,3 +120,33 @@ def test_abandoned_scratch_folders_are_removed_and_no_others(tmp_path: Path, mon
     monkeypatch.setattr(write, "token_hex", lambda _: "44444444")
     with scratch_folder(tmp_path, ".w-"):
         assert (tmp_path / ".w-22222222").is_dir()  # nothing tells whether it is in use
+
+
+def test_what_a_killed_writer_of_a_file_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """It stayed for good, and a model with half a report beside it was not replaced by --overwrite."""
+    page = tmp_path / "report.html"
+    abandoned, used, other = (
+        tmp_path / f".{name}.unfinished"
+        for name in ("report.html.00000000", "report.html.11111111", "view.html.22222222")
+    )
+    abandoned.write_text("half")
+    other.write_text("of another file")
+    with held_file(used) as held:
+        assert held
+        replace_file(page, "whole")
+        assert {*tmp_path.iterdir()} == {page, used, other} and page.read_text() == "whole"
+    assert not used.exists()
+    taken = iter([False, True])  # another process looks at the new file before it is locked
+    monkeypatch.setattr(lock, "lock_descriptor", lambda *_, **__: next(taken, True))
+    replace_file(page, b"again")
+    assert {*tmp_path.iterdir()} == {page, other} and page.read_text() == "again"
+    monkeypatch.setattr(lock, "lock_descriptor", failing(errno.ENOLCK))
+    abandoned.write_text("half")
+    replace_file(page, "without locks")
+    assert abandoned.exists()  # nothing tells whether it is in use
+    monkeypatch.setattr(lock, "lock_descriptor", failing(errno.EIO))
+    with pytest.raises(InputError, match="Input/output"):
+        replace_file(page, "not written")
+    assert {*tmp_path.iterdir()} == {page, other, abandoned} and page.read_text() == "without locks"

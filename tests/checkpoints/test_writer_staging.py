@@ -142,6 +142,7 @@ def test_what_an_output_holds_beside_its_files_is_not_deleted(out: Path) -> None
     make(out, "first")
     (out / "report.html").write_text("covmerge report")
     (out / "evaluation.json").write_text("covmerge evaluate")
+    (out / ".report.html.0123abcd.unfinished").write_text("of a report that was killed")
     make(out, "second", overwrite=True)
     assert names(out) == ["covmerge.json", "weights"]
     for lay in (

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covmerge.base.errors import CheckpointError, InputError, RecipeError
 from covmerge.files.checkpoints.json_file import read_object, shorten
+from covmerge.files.stores.disk import finished_name
 from covmerge.files.stores.local import local_store
 from covmerge.files.stores.store import Store, StoredFile, tree
 
@@ -194,7 +195,7 @@ def recorded_in(manifest: str | Path) -> Generator[None]:
 
 
 def unknown_files(store: Store) -> list[str]:
-    """Return the paths of files in an output that covmerge did not write.
+    """Return the paths of files in an output that covmerge did not write, not even in part.
 
     Raises:
         InputError: it is no output of covmerge, or one whose manifest does not list its files.
@@ -203,7 +204,7 @@ def unknown_files(store: Store) -> list[str]:
     if "comparison" in manifest:
         models = _folders(manifest)
         known = {*models, *SCORES, MANIFEST_NAME}
-        strange = [name for name in tree(store) if name.partition("/")[0] not in known]
+        strange = [name for name in _finished(store) if name.partition("/")[0] not in known]
         for model in sorted({*models} & {*store.folders()}):
             strange += [f"{model}/{name}" for name in unknown_files(store.inside(model))]
         return strange
@@ -213,7 +214,12 @@ def unknown_files(store: Store) -> list[str]:
             "wrote it"
         )
     known = {*manifest["files"], *ADDED_LATER, MANIFEST_NAME}
-    return [name for name in tree(store) if name not in known]
+    return [name for name in _finished(store) if name not in known]
+
+
+def _finished(store: Store) -> list[str]:
+    """Return the paths of an output's files, without what a kill left of those that are added later."""
+    return [name for name in tree(store) if finished_name(name) not in ADDED_LATER | SCORES]
 
 
 def read_comparison(folder: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -11,9 +12,11 @@ from pathlib import Path
 from secrets import token_hex
 
 from covmerge.base.errors import InputError, ResourceError
+from covmerge.files.stores.lock import held_file, remove_abandoned
 
 # Pattern of the names of files that `replace_file` leaves if its process is killed.
 UNFINISHED = ".*.unfinished"
+_UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}\.unfinished")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -49,17 +52,39 @@ def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a whole file, or leave it as it was; another process may write it at the same time.
 
+    What earlier calls for the same file left when their process was killed is removed.
+
     Raises:
         ResourceError: the disk is full.
         InputError: there is no permission to write in the folder.
     """
-    unfinished = path.with_name(f".{path.name}.{token_hex(4)}.unfinished")
     with disk_errors(path):
-        try:
-            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        for other in path.parent.glob(UNFINISHED):
+            if finished_name(other.name) == path.name:
+                remove_abandoned(other)
+        while not _replaced(path, content.encode() if isinstance(content, str) else content):
+            pass
+
+
+def finished_name(name: str) -> str | None:
+    """Return the name of the file that `replace_file` was to make of an unfinished one; None: it is none.
+
+    Example:
+        >>> finished_name(".report.html.0123abcd.unfinished")
+        'report.html'
+    """
+    found = _UNFINISHED.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def _replaced(path: Path, content: bytes) -> bool:
+    """Write a file, unless another process took the unfinished one for abandoned just then."""
+    unfinished = path.with_name(f".{path.name}.{token_hex(4)}.unfinished")
+    with held_file(unfinished) as held:
+        if held:
+            unfinished.write_bytes(content)
             unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+    return held
 
 
 def fsync_path(path: Path) -> None:

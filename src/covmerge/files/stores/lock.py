@@ -1,4 +1,4 @@
-"""A folder in which one process at a time works; the lock ends with the process."""
+"""Locks that end with the process: of a folder in which one process at a time works, and of a file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import lock_descriptor
@@ -123,6 +123,44 @@ class Lock:
         else:
             if taken:
                 raise TakenError
+
+
+@contextmanager
+def held_file(path: Path) -> Generator[bool]:
+    """Create a file that `remove_abandoned` leaves alone until it is renamed, or removed at the end.
+
+    Yields:
+        False if another process removed it before it was locked.
+    """
+    fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        yield not _is_taken(fd) and _is_open_at(fd, path)
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove a file of `held_file` whose process was killed; without locks, nothing is known of it."""
+    with suppress(OSError):
+        fd = open_descriptor(path, os.O_WRONLY)
+        try:
+            if not _is_taken(fd, unknown=True) and _is_open_at(fd, path):
+                path.unlink()
+        finally:
+            os.close(fd)
+
+
+def _is_taken(fd: int, *, unknown: bool = False) -> bool:
+    """Lock an open file, and return whether another process has; `unknown` if there are no locks."""
+    if os.name == "nt":  # which neither writes to a locked file nor renames an open one
+        return unknown
+    try:
+        return not lock_descriptor(fd, blocking=False)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return unknown
 
 
 def _is_open_at(fd: int, path: Path) -> bool:
