@@ -115,6 +115,33 @@ class TestMerging:
         assert "stage mean is finished" in ran.output
         assert (here / "other.stages" / "mean" / "covmerge.json").stat().st_mtime_ns == before
 
+    def test_resumed_it_removes_what_a_kill_left_of_a_finished_stage(self, here):
+        """It stayed beside the stage for good, where the kill came as the merge cleaned up."""
+        file = file_of(here, MEAN, LAST, SOUP)
+        assert run(file, "out").exit_code == 0
+        (here / "out").rename(here / "away")
+        remains = {n: here / "out.stages" / f".{n}.covmerge-partial" for n in ("mean", "soup")}
+        for folder in remains.values():
+            folder.mkdir()
+            (folder / "journal.jsonl").write_text("{}")
+        (remains["soup"] / "output").mkdir()  # of a merge that was to replace it
+        assert run(file, "out", "--resume").exit_code == 0
+        assert not remains["mean"].exists() and (remains["soup"] / "output").exists()
+        ran = run(file, "out", "--resume")
+        assert ran.exit_code == 2
+        assert "exists, and a merge that ended is not resumed" in " ".join(ran.output.split())
+
+    def test_resumed_and_replacing_it_merges_anew_what_is_another(self, here):
+        """A run that replaced changed stages and was killed between them could not be gone on with."""
+        file = file_of(here, MEAN, LAST, SOUP)
+        assert run(file, "out").exit_code == 0
+        file_of(here, MEAN, LAST, SOUP.replace("0.3", "0.4"))
+        assert run(file, "out", "--resume", "--overwrite").exit_code == 0
+        assert run(file, "fresh", "--stages", "all").exit_code == 0
+        for one, other in (("out", "fresh"), ("out.stages/soup", "all/soup")):
+            made, anew = (load_file(here / f / "model.safetensors") for f in (one, other))
+            assert made.keys() == anew.keys() and all(made[n].equal(anew[n]) for n in made)
+
     def test_resumed_it_refuses_what_is_finished_and_another(self, here):
         file = file_of(here, LAST, MEAN, SOUP)
         assert run(file, "out").exit_code == 0

@@ -7,6 +7,7 @@ be created, replaced or resumed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import cast
@@ -217,6 +218,19 @@ def destination_of(out: Path | Destination) -> Destination:
 def find_unfinished(out: Path) -> Path | None:
     """Return the unfinished work on an output, or the unfinished work that a folder is part of, or None."""
     return LocalDestination(out).unfinished()
+
+
+def remove_remains(out: Path) -> None:
+    """Remove what a merge left that was killed after publishing its output; unfinished work stays."""
+    destination = LocalDestination(out)
+    if not Path(destination.aside).exists():
+        return
+    with suppress(TakenError, InputError):  # it is another's, and does no harm
+        destination.take()
+        if destination.begun():
+            destination.release()
+        else:
+            destination.discard()
 
 
 def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:

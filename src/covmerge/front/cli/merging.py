@@ -14,7 +14,12 @@ import torch
 from covmerge.base.errors import InputError
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.checkpoints.staging import Staging, check_not_input, destination_of
+from covmerge.files.checkpoints.staging import (
+    Staging,
+    check_not_input,
+    destination_of,
+    remove_remains,
+)
 from covmerge.files.stores.address import address_of, local_path
 from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.local import LocalFolder
@@ -238,7 +243,7 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
     """Merge all recipes but the last, each into its own folder; these folders are normal outputs and stay.
 
     With `resume`, a finished stage is used if its files are unchanged, and its recipe and its
-    sources are the same.
+    sources are the same. Others are errors, or are merged anew with `overwrite`.
     """
     *stages, _ = recipes
     if not stages:
@@ -251,8 +256,8 @@ def merge_stages(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) ->
     _check_places(recipes, options)  # before any of the work
     _check_sources(recipes)
     for folder, recipe in stages:
-        if _is_taken(folder, options):
-            _check_same(folder, recipe)
+        if _is_taken(folder, options) and _is_same(folder, recipe, options):
+            remove_remains(folder)
             say("note", f"stage {folder.name} is finished: {folder}")
             continue
         with disk_errors(folder.parent):
@@ -272,7 +277,7 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
     for number, (folder, _) in enumerate(recipes, 1):
         check_not_input(folder, given)
         if number == len(recipes) or not _is_taken(folder, options):
-            Staging(folder, overwrite=options.overwrite).check()
+            Staging(folder, overwrite=options.overwrite, resume=options.resume).check()
 
 
 def _check_sources(recipes: Sequence[tuple[Path, Recipe]]) -> None:
@@ -306,6 +311,17 @@ def _places(sources: Iterable[str]) -> Iterator[Path]:
         with suppress(OSError, RuntimeError, ValueError):
             if (path := local_path(source).expanduser()).exists():
                 yield path
+
+
+def _is_same(folder: Path, recipe: Recipe, options: RunOptions) -> bool:
+    """Return whether a finished stage is the one that is to be made; without `overwrite`, raise if not."""
+    try:
+        _check_same(folder, recipe)
+    except InputError:
+        if options.overwrite:
+            return False
+        raise
+    return True
 
 
 def _check_same(folder: Path, recipe: Recipe) -> None:
