@@ -495,3 +495,22 @@ def test_an_output_beside_the_inputs_is_accepted(tmp_path: Path) -> None:
     file.write_text("")
     check_not_input(tmp_path / "base2", [base, file, Path("org/name@main")])
     check_not_input(tmp_path / "new" / "deep", [base, file])
+
+
+def test_an_interrupt_after_the_output_is_there_leaves_nothing_beside_it(
+    out: Path, monkeypatch
+) -> None:
+    """The journal stayed for good: there was nothing that `resume` could have gone on with."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Staging(out) as staging:
+        Journal.create(staging.journal, "plan")
+        (staging.folder / "covmerge.json").write_text('{"files": {}}')
+        monkeypatch.setattr(staging.out, "discard", interrupt)
+        try:
+            staging.commit()
+        finally:
+            monkeypatch.undo()
+    assert names(out) == ["covmerge.json"] and names(out.parent) == ["merged"]

@@ -134,7 +134,13 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.journal.exists():
+        try:
+            kept = (
+                self.out.begun()
+            )  # not after `publish`, even if Ctrl-C came before the end of `commit`
+        except InputError:
+            kept = True  # a link lies where the files did: to be refused by whoever resumes
+        if kept:
             self.out.release()
         else:
             self.out.discard()
