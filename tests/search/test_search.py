@@ -360,7 +360,12 @@ def test_command_killed_and_gone_on_with(models):
     said = words(printed(COMMAND_LINE, *asked, "--resume", cwd=models))
     assert "best" in said and "the scorer gives no number for each" in said
     assert 1 <= before < 3 == _trials_in(record)
-    assert (models / "recipe-search" / "best" / "model.safetensors").exists()
+    folder = models / "recipe-search"
+    assert (folder / "best" / "model.safetensors").exists()
+    (folder / ".best.covmerge-partial").mkdir()  # of a kill as it cleaned up, and one as it wrote
+    (folder / ".best.yml.0123abcd.unfinished").write_text("base:")
+    printed(COMMAND_LINE, *asked, "--resume", cwd=models)
+    assert {p.name for p in folder.iterdir()} == {"best", "best.yml", "search.db", "trials.csv"}
 
 
 def _trials_in(record):

@@ -18,7 +18,7 @@ from covmerge.base.errors import CheckFailed, CovmergeError, InputError, RecipeE
 from covmerge.base.settings import Hint
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.manifest import read_manifest
-from covmerge.files.checkpoints.staging import Staging, check_not_input
+from covmerge.files.checkpoints.staging import Staging, check_not_input, remove_remains
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.disk import replace_file
 from covmerge.files.stores.lock import Lock, TakenError
@@ -290,6 +290,7 @@ class _State:
         """Merge the best recipe, unless its model is already in the folder."""
         out = self._job.out / BEST_MODEL
         if out.exists() and read_manifest(out)["recipe"] == dump_recipe(recipe):
+            remove_remains(out)
             return
         with Staging(out, overwrite=True) as staging:
             assert staging.folder is not None
