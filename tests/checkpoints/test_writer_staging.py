@@ -267,7 +267,8 @@ def test_overwrite_starts_an_unfinished_merge_again(out: Path) -> None:
 def test_resume_and_overwrite_go_on_and_replace(out: Path) -> None:
     make(out, "first")
     interrupt(out, "half", overwrite=True)
-    with pytest.raises(InputError, match="overwrite=True"):
+    said = advice("lies unfinished in {}: pass --overwrite too to go on with that")
+    with pytest.raises(InputError, match=said):  # and not that a merge that ended is not resumed
         Staging(out, resume=True).__enter__()
     with Staging(out, resume=True, overwrite=True) as staging:
         assert staging.resuming

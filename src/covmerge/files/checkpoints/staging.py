@@ -97,6 +97,11 @@ class Staging:
                 f"the output {self.out} is not known for an output of covmerge, so it is not deleted "
                 f"({error}): remove it yourself, or choose another name"
             ) from error
+        if not self._overwrite and self._resume and self.out.begun():
+            raise InputError(
+                f"the output {self.out} exists, and what was to replace it lies unfinished in "
+                f"{self.out.aside}: pass {Hint('overwrite')} too to go on with that"
+            )
         if not self._overwrite and self._resume:
             raise InputError(
                 f"the output {self.out} exists, and a merge that ended is not resumed: take it as it is, "
