@@ -23,7 +23,7 @@ from covmerge.run.sources import open_checkpoints
 from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
-from tests.forked import fork_workers, printed, run
+from tests.forked import Forked, fork_workers, printed, run
 from tests.held import COMMAND_LINE, held, journaled, wait_until
 
 # What a user is told whose workers die more than once: where, and by what.
@@ -261,3 +261,32 @@ def test_workers_that_die_whenever_they_hand_over_end_the_merge(plain, tmp_path,
         covmerge.merge(base, experts, "ties", tmp_path / "never", workers=2)
     assert not (tmp_path / "never").exists()
     covmerge.merge(base, experts, "ties", tmp_path / "never", workers=1)
+
+
+_LONG_BATCH = """
+import sys, time
+from multiprocessing import get_context
+from pathlib import Path
+import torch
+from covmerge.base.settings import caller_now
+from covmerge.run.engine.processes import _serve
+
+def compute():
+    Path(sys.argv[2]).touch()
+    time.sleep(600)
+
+_, theirs = get_context("fork").Pipe()
+given = (theirs, compute, torch.device("cpu"), 1, sys.argv[1], None, caller_now())
+get_context("fork").Process(target=_serve, args=given).start()
+time.sleep(600)
+"""
+
+
+def test_a_worker_whose_parent_is_killed_ends_within_a_batch(tmp_path):
+    """It computed on, and wrote its batch into the files of the merge that was begun meanwhile."""
+    process = Forked(_LONG_BATCH, tmp_path / "alone", tmp_path / "computing")
+    wait_until((tmp_path / "computing").exists, process)
+    (worker,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    assert not psutil.wait_procs([worker], timeout=60)[1]

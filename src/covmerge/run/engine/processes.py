@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import torch
@@ -312,6 +314,7 @@ def _serve(
 ) -> None:
     """Do the work of a worker process until its parent kills it or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends the run
+    Thread(target=_end_with_parent, daemon=True).start()
     on_cpu = device.type == "cpu"
     use_threads(threads if on_cpu else 1)
     # A lock of the operating system, which frees it when the process is killed.
@@ -328,6 +331,14 @@ def _serve(
         return
     except BaseException as error:
         _tell(connection, error)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is killed, so that it writes nothing into a later merge's files."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _work(
