@@ -7,8 +7,13 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from transformers import CLIPTextModel, SiglipVisionModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CLIPTextModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    SiglipVisionModel,
+)
 
 import covmerge
 from covmerge.errors import TensorError
@@ -17,7 +22,7 @@ from covmerge.files.quantised.view import dequantised
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.following import noted
-from tests.e2e.test_parts import clip, gemma3, llava
+from tests.e2e.test_parts import TEXT, clip, gemma3, llava
 from tests.quantised.models import FORMATS, save_packed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -37,12 +42,21 @@ def siglip():
     return whole, part
 
 
+def qwen2_vl():
+    """Its vision model is of a class that transformers does not export."""
+    sight = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4}
+    config = Qwen2VLConfig(text_config=TEXT, vision_config=sight)
+    whole = Qwen2VLForConditionalGeneration(config)
+    return whole, whole.model.visual
+
+
 # The model and a part of it, the part's path in the model, and what that is in the part by itself.
 MADE = {
     "clip-vision": (clip, "vision_model.", ""),
     "clip-text": (clip_text, "text_model.", ""),
     "gemma3-text": (gemma3, "model.language_model.", "model."),
     "gemma3-vision": (siglip, "model.vision_tower.", ""),
+    "qwen2-vl-vision": (qwen2_vl, "model.visual.", ""),
     "llava-text": (llava, "model.language_model.", "model."),
 }
 
@@ -111,7 +125,7 @@ class Case:
         return covmerge.merge(self.folder / "base", experts, "average", **options)
 
 
-@pytest.fixture(scope="module", params=list(MADE)[:4])
+@pytest.fixture(scope="module", params=list(MADE)[:5])
 def case(request, tmp_path_factory):
     return Case(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -160,11 +174,28 @@ def test_a_head_beside_a_part(tmp_path):
     for seed, name in enumerate("ab"):
         settings = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         adapted(case.part, tmp_path / name, seed, "", **settings)
-    case.merge(out=tmp_path / "out", form="adapter")
+    done = case.merge(out=tmp_path / "out", form="adapter")
+    noted("and changes that and 'lm_head.weight'", done.notes)
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     names = {n.removeprefix("base_model.model.").partition(".")[0] for n in stored}
     assert names == {"model", "lm_head"}
     assert loaded(case.part, tmp_path / "out").keys() == loaded(case.part, tmp_path / "a").keys()
+
+
+def test_two_layers_of_one_name_in_the_part_are_not_one(tmp_path):
+    """Of a model with two encoders, say. One of the two updates was lost."""
+    case = Case("clip-vision", tmp_path)
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    held = load_file(file)
+    names = {n: n.removeprefix("base_model.model.") for n in held}
+    twice = {
+        f"base_model.model.{e}.{own}": held[n].clone() for n, own in names.items() for e in "xy"
+    }
+    save_file(twice, file)
+    with pytest.raises(
+        TensorError, match=r"expert 'a' .* updates 8 tensors that the base .* lacks"
+    ):
+        case.merge("a")
 
 
 @pytest.mark.parametrize("kind", ["fp8 by tensor", "gptq"])

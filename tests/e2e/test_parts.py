@@ -190,6 +190,7 @@ def test_a_part_of_a_part():
     tuned = {f"model.{name}": tensor + 0.01 * torch.randn(16, 16) for name, tensor in made.items()}
     assert part_key(config, text) == "thinker_config.text_config"
     assert part_key(config, thinker) == "thinker_config"
+    assert part_key({"model_type": "made_up", "a.b": text}, text) is None  # a stranger's key
     part = as_part(MemoryCheckpoint(tuned, text), MemoryCheckpoint(base, config))
     assert {*part.headers} == {"thinker." + name for name in tuned}
     assert part.config["thinker_config"]["text_config"] == text

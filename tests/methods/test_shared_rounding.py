@@ -118,6 +118,29 @@ def test_a_fine_tune_in_the_dtype_of_its_base_is_never_rounding():
         assert without_rounding(group) is group
 
 
+def test_a_global_threshold_does_not_count_the_rounding_of_frozen_layers():
+    """KnOTS keeps a share of all components of an expert. Those of rounding moved its threshold."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"one.weight": (48, 64), "two.weight": (48, 64)}
+    base = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    found = []
+    for frozen in (torch.bfloat16, torch.float32):
+        draw.manual_seed(1)
+        experts = [{name: weight.to(frozen) for name, weight in base.items()} for _ in range(2)]
+        for place, name in ((0, "one.weight"), (1, "one.weight"), (1, "two.weight")):
+            update = 0.02 * torch.randn(48, 64, generator=draw)
+            experts[place][name] = (base[name] + update).bfloat16()
+        found.append(covmerge.merge(base, experts, "knots").tensors)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in base)
+
+
+def test_an_update_of_zeros_is_not_copied():
+    group = LinearGroup(
+        (torch.eye(4), torch.zeros(4, 4)), (1.0, 1.0), rounding=(Rounding(), Rounding())
+    )
+    assert without_rounding(group) is group
+
+
 def test_a_small_change_of_one_direction_is_more_than_rounding():
     """Its energy is a tenth of the rounding's; it is longer than any direction of rounding."""
     base, left, right = (

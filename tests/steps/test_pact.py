@@ -1,11 +1,15 @@
 """PACT: what is protected of the base, for whom, and from whom."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import covmerge
-from covmerge.base.types import LinearGroup, LowRank
+from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.errors import TensorError
+from covmerge.maths.measures.rounding import rounding_of
+from covmerge.maths.steps.compose import resolve_steps, with_steps
 from covmerge.maths.testing.groups import random_updates, relative
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -46,6 +50,35 @@ def test_one_expert_stays_and_an_unchanged_one_relies_on_all():
     anchored = right(BASE, 6)
     assert relative(found[0], UPDATES[0] - UPDATES[0] @ anchored @ anchored.T) < 1e-13
     assert not found[1].any()
+
+
+@pytest.mark.parametrize("method", ["actmat", "core_space", "free", "iso_c", "tsv_m"])
+def test_what_is_left_of_half_precision_is_not_taken_for_its_rounding(method):
+    """Rounding is projected too. With that of the whole update, all was zero, or `core_space` crashed."""
+    draw = torch.Generator().manual_seed(0)
+    base = (0.05 * torch.randn(192, 192, generator=draw)).bfloat16()
+    moves = [1e-4 * torch.randn(192, 192, generator=draw) for _ in range(4)]
+    updates = tuple((base + move).bfloat16().float() - base.float() for move in moves)
+    rounding = rounding_of(updates, [torch.bfloat16] * 4, base.float())
+    known = LinearGroup(updates, (1.0,) * 4, rounding=rounding, base=base.float())
+    whole = with_steps(covmerge.methods.get(method), resolve_steps(["pact"], "before"), ())
+    exact = whole(replace(known, rounding=()), **whole.resolve({})).delta
+    assert relative(whole(known, **whole.resolve({})).delta, exact) < 0.01
+
+
+def test_the_rounding_that_a_projection_leaves():
+    """Of errors of one size in all entries, by the singular values and the norm of what is left."""
+    draw = torch.Generator().manual_seed(1)
+    base, error = (torch.randn(100, 400, generator=draw) for _ in range(2))
+    whole = Rounding(edge=30.0, energy=float(error.square().sum()), before=8.0)
+    group = LinearGroup((error, torch.zeros_like(error)), (1.0, 1.0), base=base)
+    found = covmerge.steps.get("pact").prepare(
+        replace(group, rounding=(whole, Rounding())), {"core": 1.0, "own": 0}
+    )
+    left, known = found.updates[0], found.rounding[0]
+    assert known.energy == pytest.approx(float(left.square().sum()), rel=0.02)
+    assert known.edge == pytest.approx(float(torch.linalg.matrix_norm(left, 2)), rel=0.05)
+    assert known.before == pytest.approx(6.0) and found.rounding[1] == Rounding()
 
 
 def test_a_base_of_zeros_protects_nothing():

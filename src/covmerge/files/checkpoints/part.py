@@ -34,9 +34,14 @@ def part_key(whole: Mapping[str, Any] | None, part: Mapping[str, Any] | None) ->
 
 
 def _keys(config: Mapping[str, Any], kind: object) -> Iterator[str]:
-    """Yield the keys of the configs of a kind, inside a config and inside those in it."""
+    """Yield the keys of the configs of a kind, inside a config and inside those in it.
+
+    A key with a dot in it, which no model has, is left out: a dot joins the keys of a path.
+    """
     inner = {k: cast("dict[str, Any]", v) for k, v in config.items() if isinstance(v, dict)}
     for key, part in inner.items():
+        if "." in key:
+            continue
         if part.get("model_type") == kind:
             yield key
         else:

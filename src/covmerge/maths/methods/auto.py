@@ -49,7 +49,7 @@ class AutoDiagnostics(Diagnostics):
     """`auto`'s diagnostics of one matrix.
 
     Attributes:
-        unchanged: the number of experts whose update is zero.
+        unchanged: the number of experts that did not change the matrix.
         unlike_experts: N, the number of experts without a common direction that are equivalent to these.
         flat_share: h, the share of the flat spectrum in the merge.
         length_share: s, the factor on the length of the merge.

@@ -39,8 +39,8 @@ Sees = Literal["updates", "weights"]
 _NO_FLOAT = "without overflow"  # part of torch's message for a factor too large for the dtype
 
 
-def _cuts_itself(parameters: Parameters) -> bool:
-    """Whether the user gave the numerical rank, which replaces all other rules of it."""
+def _gives_rank(parameters: Parameters) -> bool:
+    """Return whether the user gave the limit below which directions do not count."""
     return any(parameters.get(name) is not None for name in ("rank_rtol", "rtol"))
 
 
@@ -429,6 +429,7 @@ class Method(Declared):
     def ranked_values(self, group: LinearGroup, parameters: Parameters) -> tuple[Tensor, ...]:
         """Return per expert the values whose magnitudes the global pass ranks."""
         assert self.global_pass is not None
+        group = self._changes(group, parameters)
         with self.naming_failures("its global pass"):
             return self.global_pass.vectors(group, parameters)
 
@@ -452,8 +453,7 @@ class Method(Declared):
                 "choose another method"
             )
         sizes = [list(tensor.shape) for tensor in group.tensors]
-        if not self.takes_any_shape and not _cuts_itself(parameters):
-            group = without_rounding(group)
+        group = self._changes(group, parameters)
         try:
             with self.naming_failures(f"updates of {sizes}"):
                 if self._scales(parameters):
@@ -471,6 +471,12 @@ class Method(Declared):
         if not all_finite(merged.delta):
             raise self.beyond(group.tensors, "gives NaN or Inf", parameters)
         return merged
+
+    def _changes(self, group: LinearGroup, parameters: Parameters) -> LinearGroup:
+        """Return the group without updates that are only rounding, for methods that see matrices."""
+        if self.takes_any_shape or _gives_rank(parameters):
+            return group
+        return without_rounding(group)
 
     def _scales(self, parameters: Parameters) -> bool:
         """Return whether the kernel is run on updates scaled near 1, whatever their size."""

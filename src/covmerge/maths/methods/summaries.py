@@ -28,7 +28,10 @@ class Unchanged(Summary):
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
         """Return the row."""
         count = sum(facts(diagnostics, "unchanged"))
-        yield "unchanged", f"{count} updates were zero and left the sums" if count else "none"
+        yield (
+            "unchanged",
+            f"{count} updates were zero or only rounding, and left the sums" if count else "none",
+        )
 
 
 class Jitter(Summary):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import sqrt
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.types import LinearGroup, LowRank
+from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm, qr
 from covmerge.maths.linalg.spectral import EXACT, leading_svd
@@ -101,6 +102,7 @@ def pact(
     rtol = resolution(group, None).rtol
     made: list[Tensor] = []
     factors: list[LowRank] = []
+    rounding: list[Rounding] = []
     for t, basis in enumerate(_protected(group, core, own)):
         update = group.updates[t]
         remaining = _off(update, basis)
@@ -111,12 +113,28 @@ def pact(
             adapter = group.factors[t]
             right = _off(adapter.right, basis)
             factors.append(adapter.zero() if nothing else replace(adapter, right=right))
-    return replace(group, updates=tuple(made), factors=tuple(factors))
+        if group.rounding:
+            rounding.append(
+                _within(group.rounding[t], update.shape, basis.shape[0] - basis.shape[1])
+            )
+    return replace(group, updates=tuple(made), factors=tuple(factors), rounding=tuple(rounding))
 
 
 def _off(rows: Tensor, basis: Tensor) -> Tensor:
     """Return the rows without their part in the span of a basis."""
     return rows - (rows @ basis) @ basis.mT
+
+
+def _within(error: Rounding, shape: Sequence[int], inputs: int) -> Rounding:
+    """Return the part of the rounding of a `(d_out, d_in)` matrix along `inputs` orthonormal inputs."""
+    d_out, d_in = shape
+    share = inputs / d_in
+    return replace(
+        error,
+        edge=error.edge * (sqrt(d_out) + sqrt(inputs)) / (sqrt(d_out) + sqrt(d_in)),
+        energy=share * error.energy,
+        before=share * error.before,
+    )
 
 
 def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:

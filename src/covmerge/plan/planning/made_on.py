@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
+from covmerge.base.text import some
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import ModelDescription, TensorInfo
@@ -18,25 +19,33 @@ def on_part(
     """Return an adapter that was made on a part of the base with the base's names; others unchanged.
 
     PEFT writes the class of the adapted model into `auto_mapping`. It tells the part if the base has one
-    model of that class inside. The folder that an adapter names is not opened: it is a stranger's path.
+    model of that class inside, or one of its kind. The folder that an adapter names is not opened: it is a
+    stranger's path.
     """
-    parts = described.parts
-    made_on = _made_on(adapter) if parts else None
-    if made_on is None:
+    made_on = _class_of(adapter)
+    path = None if made_on is None else _path_of(made_on, base, described)
+    if path is None:
         return adapter
-    name, kind = made_on
-    if kind == (base.config or {}).get("model_type"):
-        return adapter
-    paths = [path for path, part in parts.items() if part[1] == kind]
-    of_class = [path for path in paths if parts[path][0] == name]
-    path = next(iter(of_class if len(of_class) == 1 else paths), "")
-    if len(paths) != 1 and len(of_class) != 1:
-        return adapter
-    renamed = _names_in_part({*adapter.low_rank, *adapter.headers}, path, base, described)
-    note = (
-        f"{adapter.source} was made on a part of the base, '{path}' ({name}), and changes only that"
-    )
+    names = {*adapter.low_rank, *adapter.headers}
+    renamed = _names_in_part(names, path, base, described)
+    beside = sorted(names - renamed.keys())
+    changed = f"that and {some(beside, 3, quoted=True)}" if beside else "only that"
+    note = f"{adapter.source} was made on a part of the base, '{path}' ({made_on}), and changes {changed}"
     return adapter.on_part(renamed, _stored_root(path, described), note)
+
+
+def _path_of(made_on: str, base: Checkpoint, described: ModelDescription) -> str | None:
+    """Return the path of the base's part that is a model of a class; None: none is, or several are."""
+    parts = described.parts
+    if not parts or made_on == described.architecture:
+        return None
+    paths = [path for path, (of_class, _) in parts.items() if of_class == made_on]
+    if len(paths) != 1:
+        kind = model_type_of(made_on)
+        if kind is None or kind == (base.config or {}).get("model_type"):
+            return None
+        paths = [path for path, (_, of_kind) in parts.items() if of_kind == kind]
+    return paths[0] if len(paths) == 1 else None
 
 
 def _names_in_part(
@@ -44,7 +53,8 @@ def _names_in_part(
 ) -> dict[str, str]:
     """Return the base's names for tensors of a part, as far as the part has them.
 
-    The part by itself may have a prefix before its names, as `LlamaForCausalLM` has `model.`.
+    The part by itself may have a prefix before its names, as `LlamaForCausalLM` has `model.`. Names that
+    differ in such a prefix only are not all of the part, and are left out.
     """
     root, stored = _stored_root(path, described), {_module(name) for name in base.headers}
     parameters = {info.parameter for info in _inside(path, described)}
@@ -58,7 +68,8 @@ def _names_in_part(
             else:
                 continue
             break
-    return found
+    count = Counter(found.values())
+    return {name: to for name, to in found.items() if count[to] == 1}
 
 
 def parts_with(names: Collection[str], base: Checkpoint, described: ModelDescription) -> list[str]:
@@ -67,15 +78,13 @@ def parts_with(names: Collection[str], base: Checkpoint, described: ModelDescrip
     return [path for path, renamed in found.items() if len(renamed) == len(names)]
 
 
-def _made_on(adapter: AdapterCheckpoint) -> tuple[str, str] | None:
-    """Return the class of the model that was adapted, and its model_type; None where no file says it."""
+def _class_of(adapter: AdapterCheckpoint) -> str | None:
+    """Return the class of the model that was adapted, as PEFT writes it; None: no file says it."""
     mapping: object = adapter.adapter_config.get("auto_mapping")
-    name: object = None
-    if isinstance(mapping, Mapping):
-        name = cast("Mapping[str, object]", mapping).get("base_model_class")
-    if isinstance(name, str) and (kind := model_type_of(name)) is not None:
-        return name, kind
-    return None
+    if not isinstance(mapping, Mapping):
+        return None
+    name = cast("Mapping[str, object]", mapping).get("base_model_class")
+    return name if isinstance(name, str) else None
 
 
 def _stored_root(path: str, described: ModelDescription) -> str:

@@ -95,11 +95,12 @@ def _of_no_tensor(
     alignments: Mapping[str, Alignment],
 ) -> Iterator[str]:
     # An expert's name counts only where the base has no such tensor: rules go by the base's names.
+    of_base = {expert: {*alignment.names.values()} for expert, alignment in alignments.items()}
     everything = {(info.name, info.role): None for info in base.description.tensors.values()} | {
         (info.name, info.role): None
-        for expert, alignment in alignments.items()
+        for expert, known in of_base.items()
         for info in models[expert].description.tensors.values()
-        if info.name not in alignment.names.values()
+        if info.name not in known
     }
     left = dict(everything)
     layers = Layers(recipe.slices, base.headers, recipe.moe)
@@ -113,7 +114,7 @@ def _of_no_tensor(
         if made and condition != "*":
             yield (
                 f"the rule for '{condition}' does not act on {counted(len(made), 'tensor')} of the mixture "
-                f"(such as '{made[0]}'): each is one expert's, or a router that `moe` makes"
+                f"(such as '{made[0]}'): `moe` copies each from one model, or makes it"
             )
         if applies and condition != "*" and not any(tensor in left for tensor in applies):
             yield (
