@@ -314,7 +314,8 @@ def _serve(
 ) -> None:
     """Do the work of a worker process until its parent kills it or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends the run
-    Thread(target=_end_with_parent, daemon=True).start()
+    if (parent := parent_process()) is not None:
+        Thread(target=_end_with, args=(parent,), daemon=True).start()
     on_cpu = device.type == "cpu"
     use_threads(threads if on_cpu else 1)
     # A lock of the operating system, which frees it when the process is killed.
@@ -333,10 +334,8 @@ def _serve(
         _tell(connection, error)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: BaseProcess) -> None:
     """End this process when its parent is killed, so that it writes nothing into a later merge's files."""
-    parent = parent_process()
-    assert parent is not None
     parent.join()
     os._exit(1)
 
