@@ -27,7 +27,7 @@ RankRtol = Annotated[
         "what rounding of the stored weights gives",
     ),
 ]
-# The energy of rounding is as expected to a few per cent. A trained update in it would add to it.
+# ‖E‖² of rounding is as expected to a few per cent. A trained update makes ‖Δ‖² larger.
 _AS_EXPECTED = 1.1
 _OF_CORES = 256  # the least length assumed for products that may have made a small matrix
 
@@ -137,7 +137,7 @@ def without_rounding(group: LinearGroup) -> LinearGroup:
 
 
 def _is_rounding(update: Tensor, error: Rounding) -> bool:
-    """Whether an update has the length that rounding of the weights has, and no direction beyond it."""
+    """Whether ‖Δ‖² is that of rounding of the weights, and σ₁(Δ) no larger than rounding can make it."""
     share = square_norm(update) / error.energy if error.energy else 0.0
     if not 1 / _AS_EXPECTED < share < _AS_EXPECTED:
         return False

@@ -358,14 +358,10 @@ def _check_parts(base: Model, expert_name: str, adapter: Model, unknown: Sequenc
         name, _ = base.description.parts[found[0]]
         raise TensorError(
             f"expert '{expert_name}' ({adapter.checkpoint.source}) updates tensors that the base "
-            f"({base.checkpoint.source}) has in its "
-            + (
-                f"part {some(found, 4, quoted=True)}"
-                if len(found) == 1
-                else f"parts {some(found, 4, quoted=True)}"
-            )
-            + f", such as '{unknown[0]}'. If the adapter was made on such a part, name its class in "
-            f'adapter_config.json, as PEFT does: "auto_mapping": {{"base_model_class": "{name}"}}'
+            f"({base.checkpoint.source}) has in its part{'s' if len(found) > 1 else ''} "
+            f"{some(found, 4, quoted=True)}, such as '{unknown[0]}'. If the adapter was made on such a "
+            "part, name its class in adapter_config.json, as PEFT does: "
+            f'"auto_mapping": {{"base_model_class": "{name}"}}'
         )
 
 
