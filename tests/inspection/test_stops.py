@@ -102,6 +102,20 @@ def test_an_expert_that_was_never_trained(models):
     assert "equals the base in every tensor" in stopped(models, "unchanged-expert")
 
 
+def test_an_expert_that_is_the_base_in_half_precision(models):
+    """Its rounding is no update: a warning says so, and of a frozen block."""
+    build("bert").to(torch.bfloat16).save_pretrained(models / "b")
+    warnings = covmerge.merge(models / "base", experts(models)).warnings
+    assert any(
+        "'b': differs from the base by no more than the rounding" in text for text in warnings
+    )
+    frozen = fine_tuned(build("bert"), 1, scale=0.02)
+    frozen.encoder.layer[1].load_state_dict(build("bert").encoder.layer[1].state_dict())
+    frozen.to(torch.bfloat16).save_pretrained(models / "b")
+    warnings = covmerge.merge(models / "base", experts(models)).warnings
+    assert any("'b': did not change block 1 of 2" in text for text in warnings)
+
+
 def test_an_adapter_beside_the_base_itself(models):
     """The model is read: the reason says what was not."""
     shutil.rmtree(models / "b")

@@ -128,7 +128,11 @@ def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Finding | None:
 
 
 def untouched(
-    layers: Sequence[LayerSums], expert: str, own: str | None, notes: Sequence[str]
+    layers: Sequence[LayerSums],
+    expert: str,
+    own: str | None,
+    notes: Sequence[str],
+    rounding: float = 0.0,
 ) -> Iterator[Finding]:
     """Say which tensors an expert left as in the base: all of them, whole blocks, or some.
 
@@ -138,13 +142,22 @@ def untouched(
         own: the expert's own part of the output, as `owned_by` returns it; only this part may have been
             trained. None if there is no such part.
         notes: notes from opening the expert, such as which of its tensors were not read.
+        rounding: ‖Δ_t‖ / ‖W_0‖ up to which the expert may have only rounded the base's weights.
     """
     own_layers = [layer for layer in layers if expert in layer.squares]
-    same = [layer for layer in own_layers if not layer.norm(expert)]
+    same = [layer for layer in own_layers if _is_as_the_base(layer, expert, rounding)]
     tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
     if len(same) == len(own_layers) and own:
         text = f"equals the base in all that is merged: only {own} its own"
         yield Finding(Severity.WARNING, text, expert)
+        return
+    if len(same) == len(own_layers) and any(layer.norm(expert) for layer in same):
+        yield Finding(
+            Severity.WARNING,
+            "differs from the base by no more than the rounding of its weights, in every tensor: was it "
+            "trained, or saved? Methods for matrices take such layers as unchanged",
+            expert,
+        )
         return
     if len(same) == len(own_layers):
         unread = f" ({'; '.join(notes)})" if notes else ""
@@ -164,7 +177,7 @@ def untouched(
         block
         for block, inside in blocks.items()
         if any(expert in layer.squares for layer in inside)
-        and not any(layer.norm(expert) for layer in inside)
+        and all(_is_as_the_base(layer, expert, rounding) for layer in inside)
     ]
     if frozen and len(blocks) > 1:
         named = tuple(dict.fromkeys(layer.tensor for b in frozen for layer in blocks[b]))
@@ -184,6 +197,10 @@ def untouched(
             expert,
             tensors,
         )
+
+
+def _is_as_the_base(layer: LayerSums, expert: str, rounding: float) -> bool:
+    return layer.norm(expert) <= rounding * sqrt(layer.base)
 
 
 def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | None:
@@ -337,10 +354,26 @@ def judge(
             tables = None if unfit else replaced_tables(layers, name)
             if tables:
                 yield tables
-        yield from untouched(layers, name, owned.get(name), expert.notes)
+        rounding = _largest_rounding(base, expert)
+        yield from untouched(layers, name, owned.get(name), expert.notes, rounding)
     different = uneven(layers, list(experts))
     if different:
         yield different
+
+
+def _largest_rounding(base: Checkpoint, expert: Checkpoint) -> float:
+    """Return the largest ‖Δ‖ / ‖W_0‖ that rounding of the base's weights to the expert's dtype can give.
+
+    The error of a weight w has a standard deviation of at most eps·|w| / √12. It is 0 if some tensor of
+    the base is as coarse as the expert's, because such weights are not rounded again.
+    """
+    eps, of_base = (
+        [torch.finfo(h.dtype).eps for h in each.headers.values() if h.dtype.is_floating_point]
+        for each in (expert, base)
+    )
+    if expert.is_adapter or not eps or not of_base or min(eps) <= max(of_base):
+        return 0.0
+    return min(eps) / sqrt(12)
 
 
 def owned_by(plan: Plan, checkpoints: OpenCheckpoints) -> dict[str, str]:
