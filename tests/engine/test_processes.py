@@ -284,9 +284,12 @@ time.sleep(600)
 
 def test_a_worker_whose_parent_is_killed_ends_within_a_batch(tmp_path):
     """It computed on, and wrote its batch into the files of the merge that was begun meanwhile."""
-    process = Forked(_LONG_BATCH, tmp_path / "alone", tmp_path / "computing")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    process = Forked(_LONG_BATCH, shared / "alone", tmp_path / "computing")
     wait_until((tmp_path / "computing").exists, process)
     (worker,) = psutil.Process(process.pid).children()
     process.kill()
     process.wait()
     assert not psutil.wait_procs([worker], timeout=60)[1]
+    assert not shared.exists()  # the parent's temporary folder, which it cannot remove any more

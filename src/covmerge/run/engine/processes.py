@@ -13,6 +13,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from shutil import rmtree
 from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
@@ -315,7 +316,7 @@ def _serve(
     """Do the work of a worker process until its parent kills it or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends the run
     if (parent := parent_process()) is not None:
-        Thread(target=_end_with, args=(parent,), daemon=True).start()
+        Thread(target=_end_with, args=(parent, Path(alone).parent), daemon=True).start()
     on_cpu = device.type == "cpu"
     use_threads(threads if on_cpu else 1)
     # A lock of the operating system, which frees it when the process is killed.
@@ -334,9 +335,13 @@ def _serve(
         _tell(connection, error)
 
 
-def _end_with(parent: BaseProcess) -> None:
-    """End this process when its parent is killed, so that it writes nothing into a later merge's files."""
+def _end_with(parent: BaseProcess, folder: Path) -> None:
+    """End this process when its parent is killed, so that it writes nothing into a later merge's files.
+
+    The parent's temporary folder is removed, as the parent no longer can.
+    """
     parent.join()
+    rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
