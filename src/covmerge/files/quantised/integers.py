@@ -81,7 +81,9 @@ class Mixed:
         groups = read(self.name, None).long()
         if self.unset is not None and bool((groups == self.unset).any()):
             return None
-        if not torch.equal(groups.unique(), torch.arange(count)):
+        used = torch.zeros(count, dtype=torch.bool)
+        used[groups.clamp(0, count - 1)] = True
+        if not used.all() or int(groups.min()) < 0 or int(groups.max()) >= count:
             raise CheckpointError(
                 f"{self.source}: '{self.name}' has inputs in groups {int(groups.min())} to "
                 f"{int(groups.max())}, where each of {count} groups, from 0, has inputs: fetch it again"
