@@ -109,9 +109,10 @@ def joined(parts: Sequence[GgufSettings]) -> GgufSettings:
             continue
         if (number, count) != (place, len(parts)):
             raise CheckpointError(
-                f"{part.file} says {_NUMBER} {shorten(number)} and {COUNT} {shorten(count)}, and is opened "
-                f"as {place} of {len(parts)}: put all parts into one folder, with the names that llama.cpp "
-                "gives them (NAME-00001-of-00002.gguf), or join them (llama.cpp's gguf-split --merge)"
+                f"{part.file} says split.no {shorten(number)} and split.count {shorten(count)}, and is "
+                f"opened as {place} of {len(parts)}: put all parts into one folder, with the names that "
+                "llama.cpp gives them (NAME-00001-of-00002.gguf), or join them (llama.cpp's gguf-split "
+                "--merge)"
             )
         if metadata.get(_OF_ALL, total) != total:
             raise CheckpointError(
