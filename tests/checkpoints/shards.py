@@ -29,24 +29,36 @@ def write_shards(rank: int, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}-meet", rank=rank, world_size=4)
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    two = (_StridedShard(0, split_factor=2), Shard(0))  # as FSDP2 over tensor parallelism
     kinds = {
         "rows": (line, [Shard(0)]),  # 2, 2, 2 and 1 of 7
         "columns": (line, [Shard(1)]),  # 2, 2, 1 and none of 5
         "blocks": (grid, [Shard(0), Shard(1)]),
         "half": (grid, [Replicate(), Shard(1)]),
         "whole": (line, [Replicate()]),
+        "strided": (grid, two),
     }
-    own = {name: distribute_tensor(MATRIX, *kind) for name, kind in kinds.items()}
+    own = {
+        name: distribute_tensor(MATRIX, *kind, src_data_rank=None) for name, kind in kinds.items()
+    }
     dcp.save({"model": own}, checkpoint_id=folder)
     parts = {name: 1 + (name == "rows") for name in own}
     dcp.save(
         own, storage_writer=HuggingFaceStorageWriter(f"{folder}-hf", parts, save_distributed=True)
     )
+    # What DCP does not save: rows that do not lie together, and axes in another order.
+    apart = distribute_tensor(MATRIX, grid, [two[0], Replicate()], src_data_rank=None)
+    spec = DTensorSpec(grid, (Shard(0), Shard(0)), TensorMeta(MATRIX.shape, (5, 1), MATRIX.dtype))
+    spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
+    turned = DTensor(own["strided"].to_local(), spec, requires_grad=False)
+    own |= {"apart": apart, "turned": turned}
     Path(f"{folder}-ranks").mkdir(exist_ok=True)
     plain = {"buffer": torch.arange(3), "count": torch.tensor(3)}
     torch.save({**own, **plain}, f"{folder}-ranks/model_world_size_4_rank_{rank}.pt")
@@ -58,6 +70,7 @@ def write_ranks(folder: str) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = list(MATRIX.chunk(3))
@@ -66,6 +79,7 @@ def write_ranks(folder: str) -> None:
         "copies": ([MATRIX] * 2, Replicate()),
         "other": ([MATRIX, MATRIX + 1], Replicate()),
         "summed": (rows, Partial()),
+        "strewn": (rows, _StridedShard(0, split_factor=9)),
         "short": ([rows[0], rows[1], rows[0]], Shard(0)),
         "typed": ([*rows[:2], rows[2].double()], Shard(0)),
     }

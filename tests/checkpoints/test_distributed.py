@@ -119,12 +119,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shards_of_four_processes(written: Path) -> None:
     folder = written / "shards"
     assert len(list(folder.glob("*.distcp"))) == 4
-    right = {name: MATRIX for name in ("rows", "columns", "blocks", "half", "whole")}
+    right = dict.fromkeys(("rows", "columns", "blocks", "half", "whole", "strided"), MATRIX)
     equals(folder, right)
     equals(written / "shards-hf", right)
     equals(
         written / "shards-ranks",
-        {**right, "buffer": torch.arange(3), "count": torch.tensor(3)},
+        {
+            **right,
+            "apart": MATRIX,
+            "turned": MATRIX,
+            "buffer": torch.arange(3),
+            "count": torch.tensor(3),
+        },
     )
 
 
@@ -312,6 +318,7 @@ def test_files_of_ranks(written: Path, tmp_path: Path) -> None:
     assert torch.equal(merged["w"], MATRIX)
     refused = {
         "summed": "has the placement Partial, and Shard of one",
+        "strewn": "of shape [7, 5] would be in more pieces than there are ranks (3)",
         "short": "has the local shape [3, 5] in",
         "typed": "another shape, dtype or sharding",
     }

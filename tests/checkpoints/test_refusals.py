@@ -50,10 +50,6 @@ def gguf(key: str, kind: int, value: bytes) -> bytes:
     [
         (gguf("general.alignment", 4, struct.pack("<I", 12)), "has an alignment of 12"),
         (
-            gguf("split.count", 2, struct.pack("<H", 3)),
-            "one of 3 parts: join them first",
-        ),
-        (
             gguf("x", 9, struct.pack("<IQ", 9, 1)),
             advice("{} {}: fetch the file again, or convert it anew"),
         ),

@@ -94,10 +94,15 @@ def save_llama(
     beside: Mapping[str, np.ndarray[Any, Any]] | None = None,
     tokenizer: str | None = None,
     scaling: Any = None,
+    most: int = 0,
 ) -> Path:
-    """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows."""
+    """Save a Llama, or what claims to be another: matrices in one type, where its blocks divide rows.
+
+    `most`: tensors of a part, beside a first part without tensors; 0: it is one file.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    parts = {"split_max_tensors": most, "small_first_shard": bool(most)}
+    writer = gguf.GGUFWriter(path, architecture, **parts)
     _add_sizes(writer, config)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -209,7 +214,7 @@ def random_blocks(shape: tuple[int, ...], kind: Any) -> np.ndarray[Any, np.dtype
 
 
 def _written(writer: Any, path: Path) -> Path:
-    writer.write_header_to_file()
+    writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()

@@ -1,7 +1,7 @@
 """Pack tiny layers by libraries that are not installed beside covmerge, and keep what they read of them.
 
-In an environment with torch 2.13.0, nvidia-modelopt 0.47.0, torchao 0.18.0, hqq 0.2.8.post1 and
-optimum-quanto 0.2.7:
+In an environment with torch 2.13.0, nvidia-modelopt 0.47.0, torchao 0.18.0, hqq 0.2.8.post1,
+optimum-quanto 0.2.7 and compressed-tensors 0.17.1, the last with activation ordering:
 
     python -m tests.quantised.make_library_goldens
 """
@@ -83,6 +83,43 @@ def of_torchao() -> Iterator[tuple[str, Layer]]:
         yield f"torchao {kind}", {**stored, EXPECTED: model.fc.weight.dequantize()}
 
 
+def of_activation_ordering() -> Iterator[tuple[str, Layer]]:
+    """Integers in words and by themselves, whose groups are mixed, in order, or not set."""
+    quantization: Any = importlib.import_module("compressed_tensors.quantization")
+    compressors: Any = importlib.import_module("compressed_tensors.compressors")
+    own = weight().to(torch.bfloat16)
+    mixed = torch.arange(96, dtype=torch.int32) % 3  # as of no order that a run would have
+    for kind, bits, symmetric, groups in (
+        ("packed", 4, True, mixed),
+        ("packed zeros", 4, False, mixed),
+        ("packed unset", 4, True, torch.full_like(mixed, -1)),
+        ("naive", 8, False, mixed),
+    ):
+        words = kind.startswith("packed")
+        args = quantization.QuantizationArgs(
+            num_bits=bits, type="int", strategy="group", group_size=32, symmetric=symmetric,
+            actorder="group",
+        )  # fmt: skip
+        scheme = quantization.QuantizationScheme(
+            targets=["Linear"],
+            weights=args,
+            input_activations=None if words else quantization.QuantizationArgs(num_bits=8),
+        )
+        packer = (
+            compressors.PackedQuantizationCompressor
+            if words
+            else compressors.IntQuantizationCompressor
+        )
+        scale = (own.view(24, 32, 3).abs().amax(1) / (2 ** (bits - 1) - 2)).to(torch.bfloat16)
+        held = {"weight": own, "weight_scale": scale, "weight_g_idx": groups.clone()}
+        if not symmetric:
+            held["weight_zero_point"] = torch.arange(72, dtype=torch.int8).view(24, 3) % 3 - 1
+        stored = packer.compress(held, scheme)
+        read = packer.decompress(dict(stored), scheme)["weight"]
+        layer = {f"fc.{name}": tensor for name, tensor in stored.items()}
+        yield f"compressed-tensors mixed {kind}", {**layer, EXPECTED: read}
+
+
 def _model(dtype: torch.dtype) -> Any:
     model: Any = torch.nn.Module()
     model.fc = torch.nn.Linear(96, 24, bias=False)
@@ -93,7 +130,7 @@ def _model(dtype: torch.dtype) -> Any:
 def main() -> None:
     """Write the file of goldens."""
     found: dict[str, Tensor] = {}
-    for cases in (of_modelopt(), of_hqq(), of_quanto(), of_torchao()):
+    for cases in (of_modelopt(), of_hqq(), of_quanto(), of_torchao(), of_activation_ordering()):
         for case, layer in cases:
             found |= {f"{case}/{name}": tensor.contiguous() for name, tensor in layer.items()}
             print(case, {name: (tuple(t.shape), t.dtype) for name, t in layer.items()})

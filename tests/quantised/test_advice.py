@@ -3,7 +3,6 @@
 import json
 import re
 
-import gguf
 import pytest
 import torch
 import transformers
@@ -385,28 +384,3 @@ def test_a_folder_of_several_gguf_files(tmp_path):
     assert open_plain(files[0]).headers
     files[1].unlink()
     assert open_plain(tmp_path).headers
-
-
-def test_parts_of_a_gguf_file(tmp_path):
-    path = save_llama(llama(0), tmp_path / "whole.gguf", "F16")
-    reader = gguf.GGUFReader(path)
-    (tmp_path / "parts").mkdir()
-    how = {"split_max_tensors": 4, "small_first_shard": True}  # one without tensors, as llama.cpp's
-    writer = gguf.GGUFWriter(tmp_path / "parts" / "part.gguf", "llama", **how)
-    writer.add_name("tiny")
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file(tmp_path / "parts" / "part.gguf")
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    said = advice("is one of {} parts: join them first (llama.cpp's gguf-split --merge)")
-    parts = sorted((tmp_path / "parts").iterdir())
-    assert len(parts) == 4
-    for part in parts:
-        with pytest.raises(InputError, match=said):
-            open_plain(part)
-    said = advice("holds {}, parts of one file: join them first (llama.cpp's gguf-split --merge)")
-    with pytest.raises(InputError, match=said):
-        open_plain(tmp_path / "parts")
-    assert open_plain(path).headers  # as it is when they are joined

@@ -19,6 +19,8 @@ from tests.advised import advice
 from tests.quantised.ggufs import save_falcon, save_gpt2, save_llama
 from tests.quantised.models import llama, moved, qwen3
 
+PARTS = [f"model-{number:05}-of-00004.gguf" for number in range(1, 5)]
+
 
 def gpt2(seed):
     torch.manual_seed(0)
@@ -356,3 +358,93 @@ def test_a_gguf_base_in_another_format(tmp_path):
     covmerge.merge(file, {"a": tmp_path / "a"}, **how, quantise="int8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["load_in_8bit"]
+
+
+def divided(folder, seed=0):
+    """A model in four parts, of which the first has no tensors, and the same in one file."""
+    folder.mkdir()
+    save_llama(llama(seed), folder / "model.gguf", "Q8_0", most=4)
+    assert sorted(path.name for path in folder.iterdir()) == PARTS
+    return save_llama(llama(seed), folder.with_suffix(".gguf"), "Q8_0")
+
+
+def test_parts_are_read_as_one_file(tmp_path):
+    """Without config.json too, where the head lies in a part that transformers does not look at."""
+    whole = open_plain(divided(tmp_path / "parts"))
+    for source in (tmp_path / "parts", *(tmp_path / "parts" / PARTS[number] for number in (0, 2))):
+        parts = open_plain(source)
+        assert (parts.headers, parts.config) == (whole.headers, whole.config)
+        assert all(torch.equal(parts.read(name), whole.read(name)) for name in whole.headers)
+
+
+def test_parts_are_base_and_expert(tmp_path):
+    outputs = []
+    for kind in ("", ".gguf"):
+        for seed, name in enumerate(("base", "a")):
+            if not kind:
+                divided(tmp_path / name, seed)
+        base, expert = (tmp_path / f"{name}{kind}" for name in ("base", "a"))
+        out = tmp_path / f"out{kind}"
+        covmerge.merge(base, {"a": expert}, "average", out, quantise="same")
+        assert covmerge.verify(out).ok
+        outputs.append(gguf.GGUFReader(out / "model.gguf"))
+    parts, whole = outputs
+    assert parts.fields["split.count"].contents() == 0  # as after gguf-split --merge
+    assert whole.fields.keys() == parts.fields.keys() - {
+        "split.count",
+        "split.no",
+        "split.tensors.count",
+    }
+    for one, other in zip(parts.tensors, whole.tensors, strict=True):
+        assert one.name == other.name
+        assert np.array_equal(one.data, other.data)
+
+
+def numbered(number):
+    """What a part says of its place."""
+    return b"split.no" + struct.pack("<IH", 2, number)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda _, parts: parts[2].unlink(), "model-00003-of-00004.gguf is missing"),
+        (
+            lambda _, parts: parts[1].write_bytes(parts[2].read_bytes()),
+            "00002-of-00004.gguf says split.no 2 and split.count 4, and is opened as 1 of 4",
+        ),
+        (
+            lambda _, parts: parts[1].write_bytes(
+                parts[2].read_bytes().replace(numbered(2), numbered(1))
+            ),
+            "and its other parts have '.*' twice",
+        ),
+        (
+            lambda other, parts: parts[1].write_bytes((other / PARTS[1]).read_bytes()),
+            "is of a model of 12 tensors, and its parts have 13",
+        ),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, change, said):
+    divided(tmp_path / "parts")
+    other = tmp_path / "other"
+    other.mkdir()
+    more = {"one.more": np.zeros(1, dtype=np.float32)}
+    save_llama(llama(0), other / "model.gguf", "Q8_0", beside=more, most=5)
+    change(other, [tmp_path / "parts" / name for name in PARTS])
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(tmp_path / "parts")
+
+
+def test_a_part_of_another_name_is_refused(tmp_path):
+    divided(tmp_path / "parts")
+    part = tmp_path / "parts" / PARTS[0]
+    alone = part.rename(tmp_path / "alone.gguf")
+    said = advice(
+        "{} says split.no {} and split.count {}, and is opened as {} of {}: put all parts into one folder, "
+        "with the names that llama.cpp gives them (NAME-00001-of-00002.gguf), or join them (llama.cpp's "
+        "gguf-split --merge)"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(alone)
+    assert open_plain(alone.rename(part)).headers

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from covmerge.errors import CheckpointError
 from covmerge.files.quantised.view import Dequantised, open_plain
+from covmerge.files.quantised.writing.like import is_written
 from tests.quantised import (
     make_autoround_goldens,
     make_goldens,
@@ -26,8 +27,8 @@ for module in (make_goldens, make_library_goldens, make_mlx_goldens, make_autoro
 BLOCKS = {"group_0": {"weights": {"block_structure": [32, 32]}}}
 
 
-def packed(bits):
-    scheme = {"num_bits": bits, "type": "int", "group_size": 32 if bits == 4 else None}
+def packed(bits, **more):
+    scheme = {"num_bits": bits, "type": "int", "group_size": 32 if bits == 4 else None, **more}
     return {"format": "pack-quantized", "config_groups": {"group_0": {"weights": scheme}}}
 
 
@@ -42,6 +43,12 @@ SETTINGS = {
     "compressed-tensors float": {"format": "float-quantized", "config_groups": BLOCKS},
     **{f"compressed-tensors packed {bits}": packed(bits) for bits in (4, 8)},
     "compressed-tensors int": {"format": "int-quantized"},
+    "compressed-tensors mixed packed zeros": packed(4, actorder="group", symmetric=False),
+    "compressed-tensors mixed packed": packed(4, actorder="group"),
+    "compressed-tensors mixed naive": {
+        **packed(8, actorder="group", symmetric=False, group_size=32),
+        "format": "int-quantized",
+    },
     "modelopt NVFP4": {"quant_algo": "NVFP4"},
     "modelopt MXFP8": {"quant_algo": "MXFP8"},
     "hqq": {"quant_config": {}},
@@ -149,6 +156,10 @@ def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
         ("gptq 4 gptq", "fc.scales", lambda t: t.float()[:, 1:], "where its layer needs"),
         ("gptq 4 gptq", "fc.g_idx", lambda t: t[1:], "where its layer needs"),
         ("gptq 4 gptq", "fc.qweight", lambda t: t.float(), "float32, not torch.int32"),
+        *(
+            (f"compressed-tensors mixed {kind}", "fc.weight_g_idx", lambda t: t[1:], "layer needs")
+            for kind in ("packed", "naive")
+        ),
         ("awq", "fc.qzeros", lambda t: t[:, 1:], "where its layer needs"),
         ("awq", "fc.scales", None, "is missing"),
         *(
@@ -184,11 +195,9 @@ def test_sizes_that_contradict_each_other_are_refused_before_a_weight_is_read(
 
 
 def test_a_part_that_is_not_read_is_refused(tmp_path):
-    case = "compressed-tensors packed 4"
-    layer = {**LAYERS[case], "fc.weight_g_idx": torch.zeros(96, dtype=torch.int32)}
-    with pytest.raises(
-        CheckpointError, match=r"'fc.weight_g_idx' is there, where weights in order"
-    ):
+    case = "compressed-tensors float block True"
+    layer = {**LAYERS[case], "fc.weight_g_idx": torch.zeros(72, dtype=torch.int32)}
+    with pytest.raises(CheckpointError, match=r"nothing that can be read: 'fc.weight_g_idx'"):
         open_plain(save(tmp_path, case, layer))
 
 
@@ -289,13 +298,20 @@ def test_nothing_lies_below_a_packed_tensor_but_its_parts(tmp_path, name):
         open_plain(save(tmp_path, case, layer))
 
 
-@pytest.mark.parametrize("group", [-1, 3, 2**30])
-def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, group):
-    layer = {**LAYERS["gptq 4 gptq"]}
-    layer["fc.g_idx"] = layer["fc.g_idx"].clone()
-    layer["fc.g_idx"][7] = group
-    model = open_plain(save(tmp_path, "gptq 4 gptq", layer))
-    with pytest.raises(CheckpointError, match=r"'fc.weight' has inputs in group .* of 3") as error:
+@pytest.mark.parametrize(
+    ("case", "groups"),
+    [
+        *(("gptq 4 gptq", groups) for groups in ([-1, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2**30, 2])),
+        *(("compressed-tensors mixed packed", groups) for groups in ([0, 1, 2, 3], [0, 2])),
+    ],
+)
+def test_a_group_of_inputs_that_is_not_there_is_refused(tmp_path, case, groups):
+    """compressed-tensors 0.17.1 takes another group's scale where a group has no inputs."""
+    name = "fc.g_idx" if case.startswith("gptq") else "fc.weight_g_idx"
+    layer = {**LAYERS[case], name: torch.tensor(groups, dtype=torch.int32).repeat(96)[:96]}
+    model = open_plain(save(tmp_path, case, layer))
+    said = rf"'{name}' has inputs in groups {min(groups)} to {max(groups)}, where each of 3 groups"
+    with pytest.raises(CheckpointError, match=said) as error:
         model.read("fc.weight")
     assert str(error.value).startswith(str(tmp_path))
 
@@ -393,3 +409,11 @@ def test_an_offset_that_float32_cannot_hold_is_refused(tmp_path, offset):
     layer[name] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     with pytest.raises(CheckpointError, match=r"'fc.weight' has scales in blocks|valid"):
         open_plain(save(tmp_path, "bitsandbytes nf4 nested 24", layer))
+
+
+@pytest.mark.parametrize("kind", ["packed", "naive"])
+def test_groups_that_are_mixed_are_not_written(tmp_path, kind):
+    """Neither is what compressed-tensors since 0.19 loads."""
+    model = open_plain(save(tmp_path, f"compressed-tensors mixed {kind}"))
+    assert model.quantisation is not None
+    assert not is_written(model.quantisation.packed["fc.weight"])

@@ -41,6 +41,7 @@ from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
@@ -105,12 +106,13 @@ class FileCheckpoint(Kind):
             if self.path_of(file) in _BESIDE:
                 self.config = {**_stated(file), **(self.config or {})}
         packed = [read.settings for read in weights.values() if read.settings is not None]
-        if packed and len(weights) > 1:
+        if 0 < len(packed) < len(weights):
             raise CheckpointError(
                 f"{source} has a GGUF file among {len(weights)} files of weights: pass the one to merge"
             )
         if packed:
-            self.config = {**(self.config or {}), QUANTISATION: packed[0]}
+            settings = joined(cast("list[GgufSettings]", packed))
+            self.config = {**(self.config or {}), QUANTISATION: settings}
         self.notes = (*notes, *(note for read in weights.values() for note in read.notes))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for read in weights.values() for name, header in read.headers.items()}
@@ -290,12 +292,6 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
             f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
         )
     others = sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and not is_of_training(n))
-    parts = [n for n in others if n.endswith(MODEL_SUFFIXES) and _SHARD.search(n)]
-    if parts:
-        raise CheckpointError(
-            f"{where} holds {_some(parts)}, parts of one file: join them first "
-            "(llama.cpp's gguf-split --merge)"
-        )
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
@@ -450,11 +446,12 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
     if modules.weights and not holds_weights(names):
         return modules.joined(source, store, {}, beside)
     weighty = [name for name in names if name.endswith((*WEIGHT_SUFFIXES, INDEX))]
-    alone = len(weighty) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
+    models = {_kind(name) or name for name in weighty}
+    alone = len(models) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
     choice = weighty[0] if alone else choose_weights(names, where, store.folders())
     notes: tuple[str, ...] = ()
     if not choice.endswith(INDEX):
-        weights = _open_all([_existing(store, choice)])
+        weights = _open_whole(_existing(store, choice))
     else:
         index = _existing(store, choice)
         beside.append(index)
@@ -538,7 +535,13 @@ def _others(names: Collection[str], read: Collection[str]) -> list[str]:
 
 def open_file(source: str, file: StoredFile) -> FileCheckpoint:
     """Open a single file of weights."""
-    return FileCheckpoint(source, _open_all([file]))
+    return FileCheckpoint(source, _open_whole(file))
+
+
+def _open_whole(file: StoredFile) -> dict[StoredFile, WeightFile]:
+    """Open a file of weights, and the other parts of its model if it is one of several."""
+    names = part_names(file.name)
+    return _open_all([file] if len(names) == 1 else [_existing(file.store, n) for n in names])
 
 
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:

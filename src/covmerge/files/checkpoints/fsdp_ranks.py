@@ -2,15 +2,18 @@
 
 Each file is a state dict of DTensors, read as records (`unpickler.py`), so that no class in it is
 created and no function called. A DTensor has its local part, the coordinates of its rank in the
-mesh, and for each axis of the mesh Shard(dim) or Replicate().
+mesh, and for each axis of the mesh Replicate(), Shard(dim), or _StridedShard(dim, split_factor): the latter
+says that another axis, usually tensor parallelism, has divided the tensor first (FSDP2).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -47,13 +50,22 @@ _AT_ONCE = 4
 
 
 @dataclass(frozen=True)
+class _Shard:
+    """How an axis of the mesh divides a tensor's: first into `factor` parts, and then each of these."""
+
+    dim: int
+    factor: int = 1
+
+
+@dataclass(frozen=True)
 class _Part:
     """One rank's part of a tensor; an empty `place` means a plain tensor."""
 
     laid: Laid
     shape: tuple[int, ...]
     place: tuple[int, ...] = ()  # coordinates of the rank in the mesh
-    dims: tuple[int | None, ...] = ()  # the tensor's axis sharded along each; None: replicated
+    shards: tuple[_Shard | None, ...] = ()  # along each of its axes; None: replicated
+    order: tuple[int, ...] = ()  # in which these axes divide the tensor
 
 
 @dataclass(frozen=True)
@@ -121,12 +133,8 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
     where = f"{where}: tensor '{name}'"
     first = parts[0]
     for part, source in zip(parts, sources, strict=True):
-        alike = (part.shape, part.laid.dtype, part.dims) == (
-            first.shape,
-            first.laid.dtype,
-            first.dims,
-        )
-        if not alike or len(part.place) != len(first.place):
+        own, others = ((p.shape, p.laid.dtype, p.shards, p.order) for p in (part, first))
+        if own != others or len(part.place) != len(first.place):
             raise CheckpointError(
                 f"{where} has another shape, dtype or sharding in {source.path.name} than in "
                 f"{sources[0].path.name}: the files are of different checkpoints, fetch them again"
@@ -138,13 +146,15 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
     mesh = [max(axis) + 1 for axis in zip(*(part.place for part in parts), strict=True)]
     held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[LaidPart]] = defaultdict(list)
     for part, source in zip(parts, sources, strict=True):
-        offsets, sizes = _box(part, mesh)
+        runs = _runs(part, mesh, len(parts), where)
+        sizes = tuple(sum(map(len, axis)) for axis in runs)
         if sizes != part.laid.shape:
             raise CheckpointError(
                 f"{where} of shape {list(part.shape)} has the local shape {list(part.laid.shape)} in "
                 f"{source.path.name}, where its sharding gives {list(sizes)}: {_NEXT}"
             )
-        held[offsets, sizes].append(source)
+        for offsets, sizes, starts in _boxes(runs):
+            held[offsets, sizes].append(source.within(starts, sizes))
     # Ranks along a replicated axis have copies of the same part.
     return Pieced(
         header,
@@ -152,17 +162,55 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
     )
 
 
-def _box(part: _Part, mesh: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes of a rank's part; each mesh axis divides the rest as torch.chunk does."""
-    offsets, sizes = [0] * len(part.shape), list(part.shape)
-    for place, count, dim in zip(part.place, mesh, part.dims, strict=True):
-        if dim is None:
-            continue
-        step = -(-sizes[dim] // count)
-        start = min(place * step, sizes[dim])
-        offsets[dim] += start
-        sizes[dim] = min(step, sizes[dim] - start)
-    return tuple(offsets), tuple(sizes)
+def _runs(part: _Part, mesh: Sequence[int], ranks: int, where: str) -> list[list[range]]:
+    """Return the places along each axis of a tensor that a rank has."""
+    runs = [[range(size)] for size in part.shape]
+    for axis in part.order:
+        shard = part.shards[axis]
+        if shard is not None:
+            factor = min(shard.factor, ranks + 1)
+            runs[shard.dim] = _share(runs[shard.dim], part.place[axis], mesh[axis], factor)
+        if prod(max(1, len(one)) for one in runs) > ranks:
+            raise CheckpointError(
+                f"{where} of shape {list(part.shape)} would be in more pieces than there are ranks "
+                f"({ranks}): {_NEXT}"
+            )
+    return runs
+
+
+def _share(runs: Sequence[range], place: int, count: int, factor: int) -> list[range]:
+    """Return one of `count` shares of some places: of each of `factor` parts, the same chunk.
+
+    Example:
+        >>> _share([range(8)], 1, 2, 1), _share([range(8)], 1, 2, 2)
+        ([range(4, 8)], [range(2, 4), range(6, 8)])
+    """
+    found: list[range] = []
+    places = range(sum(map(len, runs)))
+    for number in range(factor):
+        chunk, at = _chunk(_chunk(places, number, factor), place, count), 0
+        for run in runs:
+            taken = run[max(chunk.start - at, 0) : max(chunk.stop - at, 0)]
+            at += len(run)
+            if found and taken and found[-1].stop == taken.start:
+                found[-1] = range(found[-1].start, taken.stop)
+            elif taken:
+                found.append(taken)
+    return found
+
+
+def _chunk(places: range, number: int, count: int) -> range:
+    """Return one of `count` chunks, as torch.chunk makes them; behind its last they are empty."""
+    step = -(-len(places) // count)
+    return places[number * step : (number + 1) * step]
+
+
+def _boxes(runs: Sequence[Sequence[range]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Yield offsets and sizes of each box in a tensor, and its place in the rank's own part."""
+    axes = [zip(axis, accumulate(map(len, axis), initial=0), strict=False) for axis in runs]
+    for box in product(*axes):
+        offsets, sizes = (tuple(one(run) for run, _ in box) for one in (min, len))
+        yield offsets, sizes, tuple(start for _, start in box)
 
 
 def _parts(path: Path) -> dict[str, _Part]:
@@ -201,28 +249,45 @@ def _dtensor(value: object, where: str) -> _Part:
         raise CheckpointError(
             f"{where} is a DTensor that has no shape, mesh or local part: {_NEXT}"
         )
-    dims = tuple(_dim(one, shape, where) for one in listed(placements))
-    if not dims or len(dims) != len(place) or len(local.shape) != len(shape):
+    shards = tuple(_shard(one, shape, where) for one in listed(placements))
+    if not shards or len(shards) != len(place) or len(local.shape) != len(shape):
         raise CheckpointError(
-            f"{where} is a DTensor with {counted(len(dims), 'placement')} over {len(place)} axes, and "
+            f"{where} is a DTensor with {counted(len(shards), 'placement')} over {len(place)} axes, and "
             f"a local part of shape {list(local.shape)} of {list(shape)}: {_NEXT}"
         )
-    return _Part(local, shape, place, dims)
+    return _Part(local, shape, place, shards, _order(spec.get("shard_order"), shards, where))
 
 
-def _dim(placement: object, shape: Sequence[int], where: str) -> int | None:
-    """Return the axis that a placement shards; None: every rank has the whole tensor."""
-    kind = kind_of(placement)
+def _order(given: object, shards: Sequence[_Shard | None], where: str) -> tuple[int, ...]:
+    """Return the order in which axes of the mesh divide a tensor: from the left, if none is given."""
+    usual = tuple(range(len(shards)))
+    if given is None:
+        return usual
+    entries = [one.args[-1:] if isinstance(one, Inert) else () for one in listed(given)]
+    order = [axis for entry in entries for axes in entry for axis in numbers(axes) or ()]
+    divided = [axis for axis in usual if shards[axis] is not None]
+    if sorted(order) != divided:
+        raise CheckpointError(
+            f"{where} is divided along the axes {divided} of its mesh, and has the order {order} of them: "
+            f"{_NEXT}"
+        )
+    return tuple(order)
+
+
+def _shard(placement: object, shape: Sequence[int], where: str) -> _Shard | None:
+    """Return how a placement divides the tensor; None: every rank has the whole tensor."""
+    kind, stated = kind_of(placement), attributes(placement)
     if kind == "Replicate":
         return None
-    dim = attributes(placement).get("dim")
-    if kind != "Shard" or type(dim) is not int or not 0 <= dim < len(shape):
-        said = f"Shard({shorten(dim)})" if kind == "Shard" else kind
+    dim, factor = stated.get("dim"), stated.get("split_factor", 1)
+    known = kind == "Shard" or (kind == "_StridedShard" and type(factor) is int and 0 < factor)
+    if not known or type(dim) is not int or not 0 <= dim < len(shape):
+        said = kind if dim is None else f"{kind}({shorten(dim)})"
         raise CheckpointError(
             f"{where} of shape {list(shape)} has the placement {said}, and Shard of one of its axes and "
             f"Replicate are read: {_NEXT}"
         )
-    return dim
+    return _Shard(dim, cast("int", factor))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -408,11 +408,10 @@ class LaidPart:
         check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
         return whole_booleans(self.laid.tensor(rows), f"{self.path}: '{self.name}'")
 
-    def within(self, start: int, stop: int) -> LaidPart:
-        """Return a part of a flat tensor."""
-        laid = replace(
-            self.laid, offset=self.laid.offset + start * self.laid.strides[0], shape=(stop - start,)
-        )
+    def within(self, starts: Sequence[int], shape: Sequence[int]) -> LaidPart:
+        """Return a part of the tensor, from its place along each axis."""
+        steps = (start * step for start, step in zip(starts, self.laid.strides, strict=True))
+        laid = replace(self.laid, offset=self.laid.offset + sum(steps), shape=tuple(shape))
         return replace(self, laid=laid)
 
 

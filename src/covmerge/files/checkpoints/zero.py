@@ -210,7 +210,7 @@ def _cut(group: _Group, start: int, size: int, at: int, whole: int) -> Iterator[
         begin, end = max(start, first), min(stop, first + part.laid.shape[0])
         if begin < end:
             yield Piece(
-                (at + begin - start,), (end - begin,), part.within(begin - first, end - first)
+                (at + begin - start,), (end - begin,), part.within((begin - first,), (end - begin,))
             )
 
 
@@ -232,7 +232,9 @@ def _frozen(
             dtype = laid.dtype
             taken = min(laid.shape[0], whole - at)
             if taken:
-                pieces.append(Piece((at,), (taken,), _part(file, name, laid).within(0, taken)))
+                pieces.append(
+                    Piece((at,), (taken,), _part(file, name, laid).within((0,), (taken,)))
+                )
             at += taken
         yield Pieced(TensorHeader(name, shape, dtype), pieces, flat=True)
 

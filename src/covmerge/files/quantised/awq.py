@@ -65,7 +65,7 @@ def _weight(stored: Stored, module: str, group: int) -> Weight:
     stored.part(parts[1], _INT32, (count, shape[1]))
     stored.part(parts[2], _SCALES, (count, d_out))
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
-    return Weight(header, parts, _BITS, group, stored.checkpoint.source)
+    return Weight(header, parts, _BITS, group)
 
 
 FORMAT = Format(

@@ -1,9 +1,10 @@
 """Weights with scales, as compressed-tensors stores them (llm-compressor, vLLM).
 
 `X.weight` is float8 or int8, and w = (q - z) · s. s is in `X.weight_scale`, for the tensor, each row or
-each block; z is in `X.weight_zero_point` if the format is asymmetric. `X.weight_packed` has integers in
-words (`packed_integers`), or 4- or 6-bit numbers in bytes: NVFP4, w = q · (s / g), with g in
-`X.weight_global_scale`; MXFP4 and MXFP6, w = q · 2^(s − 127). MXFP8 is float8 with such exponents.
+each block; z is in `X.weight_zero_point` if the format is asymmetric. `X.weight_g_idx` is the group of each
+input if activation ordering mixes them. `X.weight_packed` has integers in words (`packed_integers`), or 4-
+or 6-bit numbers in bytes: NVFP4, w = q · (s / g), with g in `X.weight_global_scale`; MXFP4 and MXFP6,
+w = q · 2^(s − 127). MXFP8 is float8 with such exponents.
 
 Groups of layers may have their own settings, given by patterns of names of which the first match holds. A
 stranger's pattern is never matched here: the settings follow from the sizes and dtypes of stored tensors.
@@ -12,6 +13,7 @@ stranger's pattern is never matched here: the settings follow from the sizes and
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -152,13 +154,18 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
     integers = (torch.int8,) if not kinds or kinds.keys() & {"int", None} else ()
     if zeros not in headers:
         packed_integers.check_zeros(stored, schemes, zeros)
-    return scaled(
+    found = scaled(
         stored,
         name,
         scale,
         Numbers((*floats, *integers), list(dict.fromkeys(blocks))),
         zeros=zeros if zeros in headers else None,
         symmetric=bool(schemes) and all(scheme.get("symmetric", True) for scheme in schemes),
+    )
+    high, _ = found.block
+    mixed = packed_integers.mixed_of(stored, name, found.header.shape[1]) if high == 1 else None
+    return (
+        found if mixed is None else replace(found, mixed=mixed, stored=(*found.stored, mixed.name))
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.integers import BYTE, numbers, scales_of
+from covmerge.files.quantised.integers import BYTE, Mixed, numbers, of_inputs, scales_of
 from covmerge.files.quantised.packed import SMALLEST, ByRows, Format, Found, Read, Stored
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -67,6 +67,7 @@ class Scaled(ByRows):
             must be 0; else None.
         bits: bits of a number.
         whole: the scale of the scales; None: there is none.
+        mixed: the stored group of each input; None: blocks are in order.
     """
 
     block: Block
@@ -74,11 +75,12 @@ class Scaled(ByRows):
     symmetric: str | None = None
     bits: int = BYTE
     whole: GlobalScale | None = None
+    mixed: Mixed | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         values = numbers(read(self.stored[0], rows), self.bits)
         if self.zeros is not None:
-            zeros = self._spread(self._of_blocks(self.zeros, rows, read), rows)
+            zeros = self._spread(self._of_blocks(self.zeros, rows, read), rows, read)
             if self.symmetric is not None and bool(zeros.any()):
                 raise CheckpointError(
                     f"{self.symmetric}: config.json says that weights are symmetric, and '{self.zeros}' "
@@ -89,7 +91,7 @@ class Scaled(ByRows):
         if self.whole is not None:
             other = read(self.whole.name, None).view(())
             scales = scales / other if self.whole.divides else scales * other
-        return values.mul_(self._spread(scales, rows))
+        return values.mul_(self._spread(scales, rows, read))
 
     def _of_blocks(self, name: str, rows: range, read: Read) -> Tensor:
         """Return a number for each block in which some rows lie."""
@@ -98,14 +100,12 @@ class Scaled(ByRows):
         held = None if high >= self.header.shape[0] else blocks
         return scales_of(read(name, held)).reshape(len(blocks), -1)
 
-    def _spread(self, value: Tensor, rows: range) -> Tensor:
+    def _spread(self, value: Tensor, rows: range, read: Read) -> Tensor:
         """Return a number for each weight of some rows, or one per row if it holds for whole rows."""
         high, wide = self.block
         first = rows.start % high
         value = value.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else value
-        if value.shape[1] == 1:
-            return value
-        return value.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
+        return of_inputs(value, self.header.shape[1], wide, self.mixed, read)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.gguf_file import GgufSettings
+from covmerge.files.quantised.gguf_file import COUNT, GgufSettings
 from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 
@@ -249,7 +249,7 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
         if not config:
             metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
             config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
-            config |= _left_out(metadata)
+            config |= _left_out(metadata) | _of_other_parts(stored, config)
             config |= _of_heads(metadata, transformers.AutoConfig.for_model(**config))
         kind: Any = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # a stranger's metadata can make it fail in any way
@@ -277,6 +277,19 @@ def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
         return {}
     used = metadata.get("llama.expert_used_count")
     return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _of_other_parts(stored: Stored, config: Mapping[str, Json]) -> dict[str, Json]:
+    """Return what a config says of tensors; transformers' loader saw those of the first part alone."""
+    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
+    architecture = metadata.get("general.architecture")
+    if metadata.get(COUNT, 0) in (0, 1) or architecture == "falcon":  # its head is always tied
+        return {}
+    if architecture == "stablelm":  # more of its config follows from its tensors
+        stored.refuse("transformers makes its config of the first part alone", _CONFIG)
+    types = cast("Mapping[str, str]", stored.settings["types"])
+    tied = config.get("tie_word_embeddings") and "output.weight" not in types
+    return {"tie_word_embeddings": bool(tied)}
 
 
 def _of_heads(metadata: Mapping[str, Json], config: Any) -> dict[str, Json]:

@@ -4,6 +4,9 @@ A layer's experts are stored as a stack, `(experts, d_out, d_in)`. Each expert i
 own, `blk.0.ffn_up_exps.7.weight` of `blk.0.ffn_up_exps.weight`. Its bytes are contiguous, so it can be
 read, hashed and written separately.
 
+A large model may be several files, `NAME-00001-of-00003.gguf`, each with a header of its own. The first has
+the metadata, and may have no tensors.
+
 A file is `GGUF | u32 version | u64 tensors | u64 entries | metadata | tensors' names, shapes, types and
 offsets | data`, all little-endian, the data aligned. The header is parsed here, so that nothing in a
 stranger's file is trusted before its sizes are checked. The package `gguf` decodes the blocks of a type.
@@ -14,10 +17,12 @@ from __future__ import annotations
 import importlib
 import re
 import struct
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -46,6 +51,8 @@ _NUMBERS = {
 }
 _TEXT, _ARRAY = 8, 9
 _STACKED = re.compile(r"ffn_(gate|up|down)_exps\.weight$")
+_PART = re.compile(r"(?P<stem>.*)-[0-9]{5}-of-(?P<count>[0-9]{5})\.gguf", re.ASCII | re.S)
+_NUMBER, COUNT, _OF_ALL = "split.no", "split.count", "split.tensors.count"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -56,20 +63,79 @@ class GgufSettings(dict[str, Json]):
     data), the numbers and texts of the `metadata`, and the `path`.
 
     Attributes:
-        file: the file.
-        tensors: the file's tensors, in the order of the data.
+        file: the file; of several parts the first.
+        tensors: the tensors, in the order of the data.
+        count: number of tensors in the file, where a stack of experts is one.
         start: where the metadata end, in bytes from the start of the file.
         alignment: alignment of the data in bytes.
-        places: the places of numbers in the metadata, by key.
+        places: the places of numbers in the metadata, each with its format for `struct`, by key.
         stacks: for each stack of experts, the names of its matrices, in order.
     """
 
     file: StoredFile
     tensors: Mapping[str, TensorHeader]
+    count: int
     start: int
     alignment: int
-    places: Mapping[str, int]
+    places: Mapping[str, tuple[int, str]]
     stacks: Mapping[str, tuple[str, ...]]
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a model, given that of one; a whole model's name alone.
+
+    Example:
+        >>> part_names("m-00002-of-00002.gguf"), part_names("m.gguf")
+        (['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf'], ['m.gguf'])
+    """
+    part = _PART.fullmatch(name)
+    if part is None:
+        return [name]
+    count = int(part["count"])
+    return [f"{part['stem']}-{n:05}-of-{count:05}.gguf" for n in range(1, count + 1)] or [name]
+
+
+def joined(parts: Sequence[GgufSettings]) -> GgufSettings:
+    """Return the settings of a model from those of all its parts, in order.
+
+    Raises:
+        CheckpointError: they are not all the parts of one model, in order.
+    """
+    first, total = parts[0], sum(part.count for part in parts)
+    for place, part in enumerate(parts):
+        metadata = cast("Mapping[str, Json]", part["metadata"])
+        number, count = (metadata.get(key, 0) for key in (_NUMBER, COUNT))
+        if count in (0, 1) and len(parts) == 1:
+            continue
+        if (number, count) != (place, len(parts)):
+            raise CheckpointError(
+                f"{part.file} says split.no {shorten(number)} and split.count {shorten(count)}, and is "
+                f"opened as {place} of {len(parts)}: put all parts into one folder, with the names that "
+                "llama.cpp gives them (NAME-00001-of-00002.gguf), or join them (llama.cpp's gguf-split "
+                "--merge)"
+            )
+        if metadata.get(_OF_ALL, total) != total:
+            raise CheckpointError(
+                f"{part.file} is of a model of {shorten(metadata[_OF_ALL])} tensors, and its parts have "
+                f"{total}: they are of different models, fetch them again"
+            )
+    if not total:
+        raise CheckpointError(
+            f"{first.file} has no tensors: fetch the file again, or convert it anew"
+        )
+    twice = [
+        n for n, count in Counter(n for part in parts for n in part.tensors).items() if count > 1
+    ]
+    if twice:
+        raise CheckpointError(
+            f"{first.file} and its other parts have '{twice[0]}' twice: fetch them again"
+        )
+    whole = copy(first)
+    types = [cast("Mapping[str, Json]", part["types"]) for part in parts]
+    whole["types"] = {name: kind for part in types for name, kind in part.items()}
+    whole.tensors = {name: header for part in parts for name, header in part.tensors.items()}
+    whole.stacks = {name: names for part in parts for name, names in part.stacks.items()}
+    return whole
 
 
 class GgufFile(SlottedFile):
@@ -91,6 +157,7 @@ class GgufFile(SlottedFile):
         path = None if file.store.folder is None else str(file.path)
         settings = GgufSettings(path=path, metadata=metadata, types=types)
         settings.file, settings.tensors = file, dict(self.headers)
+        settings.count = parser.count
         settings.start, settings.places = parser.start, parser.places
         settings.alignment, settings.stacks = parser.alignment, parser.stacks
         self.settings: Mapping[str, Any] | None = settings
@@ -115,13 +182,13 @@ class _Header:
         self._start = 0
         if self._bytes(4) != b"GGUF":
             self._refuse("does not begin with GGUF")
-        version, self._tensors, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
+        version, self.count, self._entries = (self._number(f) for f in ("<I", "<Q", "<Q"))
         if version not in _VERSIONS:
             self._refuse(f"is GGUF version {version}, and {_VERSIONS} can be read")
-        if not 0 <= self._tensors <= MAX_TENSORS or self._entries > _MAX_ENTRIES:
-            self._refuse(f"claims {self._tensors} tensors and {self._entries} entries")
+        if self.count > MAX_TENSORS or self._entries > _MAX_ENTRIES:
+            self._refuse(f"claims {self.count} tensors and {self._entries} entries")
         self.alignment, self.start = _ALIGNMENT, 0
-        self.places: dict[str, int] = {}
+        self.places: dict[str, tuple[int, str]] = {}
         self.stacks: dict[str, tuple[str, ...]] = {}
 
     def metadata(self) -> dict[str, Json]:
@@ -130,7 +197,7 @@ class _Header:
         for _ in range(self._entries):
             key, kind = self._text(), self._number("<I")
             if kind in _NUMBERS:
-                self.places[key] = self._place
+                self.places[key] = self._place, _NUMBERS[kind]
             value = self._value(kind)
             if value is not None:
                 found[key] = value
@@ -138,19 +205,12 @@ class _Header:
         if type(alignment) is not int or not 0 < alignment <= 2**16 or alignment & (alignment - 1):
             self._refuse(f"has an alignment of {shorten(alignment)}")
         self.alignment, self.start = alignment, self._place
-        parts = found.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise CheckpointError(
-                f"{self._where} is one of {parts} parts: join them first (llama.cpp's gguf-split --merge)"
-            )
         return found
 
     def entries(self) -> list[_Entry]:
         """Return the tensors, in the order of the data."""
-        if not self._tensors:  # as in the first of several parts
-            self._refuse("has no tensors")
         package = _package()
-        entries = [self._entry() for _ in range(self._tensors)]
+        entries = [self._entry() for _ in range(self.count)]
         start = -(-self._place // self.alignment) * self.alignment
         found: list[_Entry] = []
         for name, shape, number, offset in entries:

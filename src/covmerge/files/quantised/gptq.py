@@ -17,7 +17,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.integers import WORD, Grouped, in_a_row, run_of
+from covmerge.files.quantised.integers import WORD, Grouped, Mixed, in_a_row, run_of
 from covmerge.files.quantised.packed import SMALLEST, Format, Found, Read, Stored
 
 _BITS = (2, 3, 4, 8)
@@ -33,11 +33,11 @@ class Weight(Grouped):
 
     Attributes:
         less_one: whether zero points are stored less one.
-        mixed: name of the stored group of each input; None: groups are in order.
+        mixed: the stored group of each input; None: groups are in order.
     """
 
     less_one: bool
-    mixed: str | None
+    mixed: Mixed | None
 
     @property
     def run(self) -> tuple[int, int]:
@@ -54,8 +54,9 @@ class Weight(Grouped):
         zeros = in_a_row(words, self.bits)[:, rows.start : rows.stop]
         return (zeros + 1) & (2**self.bits - 1) if self.less_one and across else zeros
 
-    def groups(self, read: Read) -> Tensor:
-        return super().groups(read) if self.mixed is None else read(self.mixed, None).long()
+    def groups(self, read: Read, count: int) -> Tensor:
+        mixed = None if self.mixed is None else self.mixed.groups(read, count)
+        return super().groups(read, count) if mixed is None else mixed
 
 
 def find(stored: Stored) -> Found:
@@ -149,8 +150,8 @@ def _weight(stored: Stored, module: str, bits: int, group: int, less_one: bool) 
         stored.part(mixed, _INT32, (d_in,))
         parts = (*parts, mixed)
     header = TensorHeader(f"{module}.weight", (d_out, d_in), stored.dtype)
-    groups = mixed if len(parts) > 3 else None
-    return Weight(header, parts, bits, group, stored.checkpoint.source, less_one, groups)
+    groups = Mixed(mixed, stored.checkpoint.source) if len(parts) > 3 else None
+    return Weight(header, parts, bits, group, less_one, groups)
 
 
 FORMAT = Format(

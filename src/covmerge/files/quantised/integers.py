@@ -63,6 +63,45 @@ WORD = 32
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """The stored group of each input, which activation ordering mixes.
+
+    Attributes:
+        name: name of the stored tensor.
+        source: the checkpoint's source.
+        unset: a number that says that groups are in order; None: there is none.
+    """
+
+    name: str
+    source: str
+    unset: int | None = None
+
+    def groups(self, read: Read, count: int) -> Tensor | None:
+        """Return the group of each input, of `count` groups; None: they are in order."""
+        groups = read(self.name, None).long()
+        if self.unset is not None and bool((groups == self.unset).any()):
+            return None
+        used = torch.zeros(count, dtype=torch.bool)
+        used[groups.clamp(0, count - 1)] = True
+        if not used.all() or int(groups.min()) < 0 or int(groups.max()) >= count:
+            raise CheckpointError(
+                f"{self.source}: '{self.name}' has inputs in groups {int(groups.min())} to "
+                f"{int(groups.max())}, where each of {count} groups, from 0, has inputs: fetch it again"
+            )
+        return groups
+
+
+def of_inputs(value: Tensor, columns: int, group: int, mixed: Mixed | None, read: Read) -> Tensor:
+    """Return a number for each input, from `(rows, groups)`; one per row if it holds for whole rows."""
+    if value.shape[1] == 1:
+        return value
+    groups = None if mixed is None else mixed.groups(read, value.shape[1])
+    if groups is not None:
+        return value[:, groups]
+    return value.repeat_interleave(group, 1)[:, :columns]
+
+
+@dataclass(frozen=True)
 class Grouped:
     """A packed matrix; `stored` names its words, zero points and scales, followed by any other parts."""
 
@@ -70,19 +109,13 @@ class Grouped:
     stored: tuple[str, ...]
     bits: int
     group: int  # inputs with one scale
-    source: str
 
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
         d_out, d_in = self.header.shape
         weights, _, scale_name = self.stored[:3]
         zeros = self.zeros(read, rows).float()
         scales = read(scale_name, None)[:, rows.start : rows.stop].float()
-        groups = self.groups(read)
-        if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < len(scales):
-            raise CheckpointError(
-                f"{self.source}: '{self.header.name}' has inputs in group {int(groups.max())} or "
-                f"{int(groups.min())} of {len(scales)}: fetch it again"
-            )
+        groups = self.groups(read, len(scales))
         held, high = self.run
         for part in pieces(range(d_in // held), max(high * d_out, held * len(rows))):
             inputs = slice(part.start * held, part.stop * held)
@@ -104,9 +137,9 @@ class Grouped:
         """Return the zero points, as `(groups, rows)`."""
         raise NotImplementedError
 
-    def groups(self, read: Read) -> Tensor:
-        """Return the group of each input."""
-        del read
+    def groups(self, read: Read, count: int) -> Tensor:
+        """Return the group of each input, of `count` groups."""
+        del read, count
         return torch.arange(self.header.shape[1]) // self.group
 
 

@@ -3,7 +3,8 @@
 `X.weight_packed` `(d_out, d_in · bits / 32)` has the inputs of a row one after another, the lowest
 bits first; each number is stored plus 2^(bits − 1). `X.weight_scale` is `(d_out, groups)`, and
 `X.weight_shape` has the two sizes of the weight. Zero points are packed in the same way along the outputs,
-in `X.weight_zero_point` `(d_out · bits / 32, groups)`: w = (q − z) · s.
+in `X.weight_zero_point` `(d_out · bits / 32, groups)`: w = (q − z) · s. `X.weight_g_idx` `(d_in)`
+is the group of each input, if activation ordering mixes them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.gptq import said_of_groups
-from covmerge.files.quantised.integers import WORD, in_a_row, run_of
+from covmerge.files.quantised.integers import WORD, Mixed, in_a_row, of_inputs, run_of
 from covmerge.files.quantised.packed import SMALLEST, ByRows, Read, Stored
 
 _BITS = range(1, 9)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _INT32 = (torch.int32,)
-_MIXED = "weight_g_idx"
+_MIXED = "_g_idx"
+_UNSET = -1  # in the groups of a layer that was not calibrated
 
 
 @dataclass(frozen=True)
@@ -35,19 +37,21 @@ class Words(ByRows):
         bits: bits of an integer.
         group: number of inputs with one scale.
         zeros: name of the zero points; None: there are none.
+        mixed: the stored group of each input; None: groups are in order.
     """
 
     bits: int
     group: int
     zeros: str | None = None
+    mixed: Mixed | None = None
 
     def unpacked(self, rows: range, read: Read) -> Tensor:
         numbers = in_a_row(read(self.stored[0], rows), self.bits)[:, : self.header.shape[1]].float()
         if self.zeros is None:
             numbers.sub_(2 ** (self.bits - 1))
         else:
-            numbers.sub_(self._spread(self._zeros(rows, read)))
-        return numbers.mul_(self._spread(read(self.stored[1], rows).float()))
+            numbers.sub_(self._spread(self._zeros(rows, read), read))
+        return numbers.mul_(self._spread(read(self.stored[1], rows).float(), read))
 
     def _zeros(self, rows: range, read: Read) -> Tensor:
         """Return the zero points of some rows, with the same added offset as the integers."""
@@ -59,10 +63,8 @@ class Words(ByRows):
         first = rows.start - runs.start * held
         return in_a_row(words.mT, self.bits).mT[first : first + len(rows)].float()
 
-    def _spread(self, value: Tensor) -> Tensor:
-        if value.shape[1] == 1:
-            return value
-        return value.repeat_interleave(self.group, 1)[:, : self.header.shape[1]]
+    def _spread(self, value: Tensor, read: Read) -> Tensor:
+        return of_inputs(value, self.header.shape[1], self.group, self.mixed, read)
 
 
 def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
@@ -122,9 +124,6 @@ def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) 
     packed = stored.part(words, _INT32).shape
     if len(packed) != 2 or 0 in packed:
         stored.refuse(f"'{words}' is {list(packed)}, where a matrix can be read")
-    mixed = f"{name.rpartition('.')[0]}.{_MIXED}"
-    if mixed in stored.checkpoint.headers:
-        stored.refuse(f"'{mixed}' is there, where weights in order can be read")
     grid = stored.part(scale, _SCALES).shape
     stored.part(shape, (torch.int64, torch.int32), (2,))
     # For a model that is not local, the sizes follow from those of the scales.
@@ -150,8 +149,18 @@ def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) 
     if has_zeros:
         stored.part(zeros, _INT32, (-(-packed[0] * bits // WORD), grid[1]))
         parts = (*parts, zeros)
+    mixed = mixed_of(stored, name, columns)
+    parts = (*parts, mixed.name) if mixed is not None else parts
     header = TensorHeader(name, (packed[0], columns), stored.dtype)
-    return Words(header, parts, bits, group, zeros if has_zeros else None)
+    return Words(header, parts, bits, group, zeros if has_zeros else None, mixed)
+
+
+def mixed_of(stored: Stored, name: str, columns: int) -> Mixed | None:
+    """Return the stored groups of a weight's inputs, or None if they are in order."""
+    if f"{name}{_MIXED}" not in stored.checkpoint.headers:
+        return None
+    part = stored.part(f"{name}{_MIXED}", (*_INT32, torch.int64), (columns,))
+    return Mixed(part.name, stored.checkpoint.source, _UNSET)
 
 
 def _columns(packed: tuple[int, ...], grid: tuple[int, ...], bits: int, group: int | None) -> int:

@@ -17,7 +17,7 @@ from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.quantised.gguf import read_as
-from covmerge.files.quantised.gguf_file import GgufSettings
+from covmerge.files.quantised.gguf_file import COUNT, GgufSettings
 from covmerge.files.quantised.packed import DTYPE_KEYS
 from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
@@ -203,9 +203,13 @@ def _head(settings: GgufSettings, base: Quantisation, types: Mapping[str, str]) 
             )
         fixed[name] = header, base.stored.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
     start = bytearray(settings.file.read(settings.start))
-    place = settings.places.get(_FILE_TYPE)
-    if place is not None and types != settings["types"]:
-        struct.pack_into("<I", start, place, _file_type(settings, types))
+    changes = {COUNT: 0}  # the output is one file, whatever the base is
+    if types != settings["types"]:
+        changes[_FILE_TYPE] = _file_type(settings, types)
+    for key, number in changes.items():
+        if key in settings.places:
+            place, form = settings.places[key]
+            struct.pack_into(form, start, place, number)
     return GgufHead(bytes(start), settings.alignment, types, fixed, settings.stacks)
 
 

@@ -14,7 +14,7 @@ from covmerge.files.quantised import awq, gptq
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.fp8 import Scaled
-from covmerge.files.quantised.integers import WORD
+from covmerge.files.quantised.integers import WORD, Mixed
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import Packed
 from covmerge.files.quantised.packed_integers import Words
@@ -122,7 +122,7 @@ def _gptq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{module}.g_idx", (columns,), torch.int32),
     ]
     names = tuple(part.name for part in stored)
-    return gptq.Weight(header, names, 4, _GROUP, "", less_one=True, mixed=names[3]), stored
+    return gptq.Weight(header, names, 4, _GROUP, less_one=True, mixed=Mixed(names[3], "")), stored
 
 
 def _awq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
@@ -135,7 +135,7 @@ def _awq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
         TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
     ]
-    return awq.Weight(header, tuple(part.name for part in stored), 4, _GROUP, ""), stored
+    return awq.Weight(header, tuple(part.name for part in stored), 4, _GROUP), stored
 
 
 def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:

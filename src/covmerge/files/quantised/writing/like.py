@@ -112,11 +112,11 @@ _Writer = Callable[[Mapping[str, TensorHeader], Mapping[str, Any], Mapping[str, 
 def _writer(packed: Packed) -> _Writer | None:
     """Return the function that packs tensors like this one; None: such tensors are only read."""
     match packed:
-        case Scaled() if packed.bits == BYTE and packed.whole is None:
+        case Scaled() if packed.bits == BYTE and packed.whole is None and packed.mixed is None:
             return lambda headers, settings, _maps: of_scaled(
                 packed, headers, powers=settings.get("scale_fmt") == "ue8m0"
             )
-        case Words() if packed.zeros is None:
+        case Words() if packed.zeros is None and packed.mixed is None:
             return lambda headers, _settings, _maps: of_words(packed, headers)
         case EightBit():
             return lambda headers, _settings, _maps: of_eight_bit(packed, headers)
