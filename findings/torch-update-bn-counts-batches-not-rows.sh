@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# torch 2.13.0: update_bn gives the mean of the batches' variances: of data sorted by class 1 where the variance is 176.
+# torch 2.13.0: update_bn gives the mean of the batches' variances: 1 for data sorted by class, whose variance is 176.
 #
 # Expected: the mean and the variance of what flows through the layer, as fvcore's update_bn_stats gives them.
 # Seen: each batch's mean and variance are averaged, whatever its size. What lies between batches is in no variance.
