@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -509,12 +510,15 @@ FILES: list[dict[str, tuple[int, ...]]] = [
     {**LORA_FILE, "dora_scale": (6, 1, 1, 1)},
     {**LORA_FILE, "dora_scale": (1, 4, 1, 1)},
     {"lokr_w1": (2, 2), "lokr_w2": (3, 2, 3, 3), "dora_scale": (6, 1, 1, 1)},
+    {"lora_up__weight": (6, 2), "lora_down__weight": (2, 4, 3, 3)},  # of DyLoRA
 ]
 
 
 @pytest.mark.parametrize("shapes", FILES, ids=lambda own: "-".join(own))
 def test_files_of_lycoris(shapes: dict[str, tuple[int, ...]], tmp_path: Path) -> None:
     tensors = drawn(**shapes)
+    if "dora_scale" in shapes:  # training begins at the base's lengths
+        tensors["fc.dora_scale"] = 7 + 0.5 * tensors["fc.dora_scale"]
     alpha = {} if "diff" in shapes else ALPHA
     bias = {"fc.diff_b": torch.arange(6.0)}
     save_file({**tensors, **alpha, **bias}, tmp_path / "a.safetensors")
@@ -527,6 +531,24 @@ def test_files_of_lycoris(shapes: dict[str, tuple[int, ...]], tmp_path: Path) ->
     found = covmerge.merge(base, {"a": tmp_path / "a.safetensors"}, "linear").tensors
     torch.testing.assert_close(found["fc.weight"].double(), expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(found["fc.bias"], torch.arange(6.0) + 1)
+
+
+@pytest.mark.parametrize("means", [False, True], ids=["", "of 2.2.0"])
+@pytest.mark.parametrize("inputs", [4, 1])
+def test_magnitudes_of_inputs(*, means: bool, inputs: int, tmp_path: Path) -> None:
+    """LyCORIS 2.2.0 had means of columns in place of lengths; a depthwise kernel has one column."""
+    tensors = drawn(lora_up__weight=(6, 2, 1), lora_down__weight=(2, inputs, 3)) | ALPHA
+    weight = WEIGHT[:, :inputs, 0] + 0.5
+    size = partial(torch.mean if means else torch.linalg.vector_norm, dim=(0, 2), keepdim=True)
+    tensors["fc.dora_scale"] = (1.1 * size(weight)).float()
+    save_file(tensors, tmp_path / "a.safetensors")
+    up, down = (tensors[f"fc.lora_{name}.weight"].double().flatten(1) for name in ("up", "down"))
+    made = weight + 1.5 * (up @ down).view_as(weight)
+    expected = made * (tensors["fc.dora_scale"].double() / size(made))
+    found = covmerge.merge(
+        {"fc.weight": weight}, {"a": tmp_path / "a.safetensors"}, "linear"
+    ).tensors
+    torch.testing.assert_close(found["fc.weight"], expected, rtol=2e-6, atol=2e-6)
 
 
 def cayley(blocks: Tensor, limit: float = 0.0) -> Tensor:
@@ -546,9 +568,15 @@ def rotated(t: Mapping[str, Tensor], weight: Tensor) -> Tensor:
         return weight * (1 + g["weight"].view(shape))
     if "a1.weight" in g:
         a1, a2, b1, b2 = (g[f"{name}.weight"] for name in ("a1", "a2", "b1", "b2"))
+        scale = 1.5
+        if len(b1) == 2:  # LyCORIS 1 and 2
+            a1, a2, b1, b2, scale = a2, a1, b2, b1, 1.5**2
         inner = torch.einsum("oihw,ij->ojhw", weight, (a1.flatten(1) @ a2.flatten(1)))
-        return weight + 1.5 * (inner + (b1.flatten(1) @ b2.flatten(1)).view_as(weight))
-    blocks, rows = g["oft_blocks"], weight.flatten(1)
+        return weight + scale * (inner + (b1.flatten(1) @ b2.flatten(1)).view_as(weight))
+    rows = weight.flatten(1)
+    if "oft_diag" in g:
+        return (torch.block_diag(*g["oft_diag"]).T @ rows).view_as(weight)
+    blocks = g["oft_blocks"]
     if blocks.dim() == 3:
         turned = torch.block_diag(*cayley(blocks, 6 * float(g["alpha"]))).T @ rows
         return (turned * g["rescale"].view(-1, 1)).view_as(weight)
@@ -565,6 +593,7 @@ ALL_FOUR = {
     for name in ("a1__weight", "a2__weight")
 }
 ALL_FOUR |= {"b1__weight": (6, 2, 1, 1), "b2__weight": (2, 4, 3, 3)}
+OLDER = {f"{n[0]}{3 - int(n[1])}__weight": shape for n, shape in ALL_FOUR.items()}
 ROTATED: list[tuple[dict[str, tuple[int, ...]], dict[str, Tensor]]] = [
     ({"oft_blocks": (2, 3, 3), "rescale": (6, 1, 1, 1)}, {"alpha": torch.tensor(0.0)}),
     ({"oft_blocks": (3, 2, 2), "rescale": (6, 1, 1, 1)}, {"alpha": torch.tensor(0.1)}),
@@ -572,6 +601,8 @@ ROTATED: list[tuple[dict[str, tuple[int, ...]], dict[str, Tensor]]] = [
     ({"weight": (1, 4, 1, 1)}, {"on_input": torch.tensor(1)}),
     ({"weight": (1, 6, 1, 1)}, {"on_input": torch.tensor(0)}),
     (ALL_FOUR, {"alpha": torch.tensor(3.0)}),
+    (OLDER, {"alpha": torch.tensor(3.0)}),
+    ({"oft_diag": (2, 3, 3)}, {}),
 ]
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import covmerge
 from covmerge.errors import CheckpointError
-from covmerge.files.adapters.parts import diffusers_name
+from covmerge.files.adapters.parts import diffusers_name, flat_name
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.reporting import ReportJob
 from tests.cli.runs import covmerge as command
@@ -205,6 +205,27 @@ def test_each_text_encoder_takes_its_own(folder, tmp_path):
     save_file(twins, tmp_path / "twins.safetensors")
     with pytest.raises(CheckpointError, match="are both of the base's"):
         open_checkpoint(tmp_path / "twins.safetensors").named_as(small)
+
+
+@pytest.mark.parametrize(("of_base", "of_file"), [("", "text_model."), ("text_model.", "")])
+def test_text_encoders_of_one_shape_are_told_apart_by_their_folder(of_base, of_file, tmp_path):
+    """transformers 4 has `text_model.` before CLIP's names, and transformers 5 has not."""
+    state = text_encoder(12)
+    layers = {f"{of_file}{name}": weight for name, weight in text_layers(state).items()}
+    parts = {"text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+    made = {p: diffusion.kohya(layers, seed, 2, 2.0, p) for seed, p in enumerate(parts.values())}
+    save_file(made["lora_te1_"] | made["lora_te2_"], tmp_path / "both.safetensors")
+    save_file(made["lora_te1_"], tmp_path / "first.safetensors")
+    for folder, part in parts.items():
+        (tmp_path / folder).mkdir()
+        base = {f"{of_base}{name}": weight for name, weight in state.items()}
+        save_file(base, tmp_path / folder / "model.safetensors")
+        given = (tmp_path / folder, {"a": tmp_path / "both.safetensors"}, "task_arithmetic")
+        found = covmerge.merge(*given, scale=1.0).tensors
+        expected = updated(state, made[part], f"{part}{flat_name(of_file)}")
+        assert_same({n.removeprefix(of_base): w for n, w in found.items()}, expected)
+    with pytest.raises(CheckpointError, match="or is another part of the pipeline"):
+        covmerge.merge(tmp_path / "text_encoder_2", {"a": tmp_path / "first.safetensors"}, "linear")
 
 
 def test_a_file_for_another_unet_is_refused(folder, tmp_path):

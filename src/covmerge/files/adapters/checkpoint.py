@@ -215,6 +215,7 @@ class AdapterCheckpoint(View):
         base: Mapping[str, TensorHeader],
         conv1d: Container[str] | None = None,
         of_base: Mapping[str, Any] | None = None,
+        folders: Collection[str] = (),
     ) -> AdapterCheckpoint:
         """Return this adapter with the names and orientations of the base's tensors.
 
@@ -224,6 +225,7 @@ class AdapterCheckpoint(View):
                 determines it; None: they are unknown, so that the adapter's `fan_in_fan_out`
                 decides.
             of_base: the base's configuration; it tells which rows are in llama.cpp's order.
+            folders: names of the base's folders, one of which may say what part of a pipeline it is.
 
         Three kinds of adapters need the names. PEFT does not store which of a module's parameters
         its factors belong to, nor how the factors of a stack of matrices are ordered
@@ -242,7 +244,7 @@ class AdapterCheckpoint(View):
             named = named._in_pieces(base, of_base)
             return named if conv1d is None else named._oriented(conv1d)
         changes = (*self._contents.updates.values(), *self._contents.folded.values())
-        found, missing = updates_of_base(changes, base, self.source)
+        found, missing = updates_of_base(changes, base, self.source, folders)
         updates = {n: update for n, update in found.items() if isinstance(update, Update)}
         folded = {n: layer for n, layer in found.items() if isinstance(layer, Folded)}
         notes = (

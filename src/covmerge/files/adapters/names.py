@@ -502,7 +502,8 @@ class _Reader:
             if len(header.shape) < 2 or not header.dtype.is_floating_point:
                 self._refuse_shape(header, "which is no matrix of floating numbers")
         rank, d_out = first.shape[0], second.shape[0]
-        fits = len(first.shape) == len(second.shape) and second.shape[1] == rank
+        # DyLoRA's B has no window, even beside the A of a convolution.
+        fits = len(second.shape) in (2, len(first.shape)) and second.shape[1] == rank
         if is_grouped(rank, second.shape):
             raise CheckpointError(f"{self._where}: the layer of '{up}' {OF_GROUPS}")
         if not fits or any(size != 1 for size in second.shape[2:]):

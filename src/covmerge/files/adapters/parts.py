@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -122,6 +122,17 @@ _NOT_READ: Mapping[str, tuple[str, ...]] = {
 
 _OF_UNET = _REGIONS[_UNET]
 
+# A pipeline's folders whose models may have the same names, with their prefixes in LoRA files. Files for
+# Wan's second transformer have the prefix of the first.
+_FOLDERS: Mapping[str, tuple[str, ...]] = {
+    "text_encoder": ("lora_te_", "lora_te1_", "text_encoder."),
+    "text_encoder_2": ("lora_te2_", "text_encoder_2."),
+    "text_encoder_3": ("lora_te3_", "text_encoder_3."),
+    "transformer": ("transformer.",),
+    "transformer_2": ("transformer_2.", "transformer."),
+}
+_TEXT_MODEL = "text_model."  # before CLIP's names in transformers 4, and not in transformers 5
+
 
 def part_of(name: str) -> str:
     """Return the part of a pipeline that a name begins with, or an empty string.
@@ -145,12 +156,16 @@ def flat_name(name: str) -> str:
 
 
 def updates_of_base(
-    updates: Iterable[Update | Folded], base: Mapping[str, TensorHeader], where: str
+    updates: Iterable[Update | Folded],
+    base: Mapping[str, TensorHeader],
+    where: str,
+    folders: Collection[str] = (),
 ) -> tuple[dict[str, Update | Folded], dict[str, int]]:
     """Find the tensors of a base that a file without a configuration updates.
 
     A tensor is found by its name, in which dots and underscores are equal, and by its shape,
-    because both text encoders of a pipeline have the same names.
+    because both text encoders of a pipeline have the same names. The name of the base's folder may
+    tell them apart too.
 
     Returns:
         The updates by the base's names, and for each part the number of updates without a tensor.
@@ -165,12 +180,14 @@ def updates_of_base(
     missing: defaultdict[str, list[str]] = defaultdict(list)
     for update in updates:
         part = part_of(update.name)
-        if (name := names.find(update, part, where)) is None:
+        name = None if _is_of_another(part, folders) else names.find(update, part, where)
+        if name is None:
             missing[part].append(update.name)
         elif name in found:
             raise CheckpointError(
                 f"{where}: '{found[name].up}' and '{update.up}' are both of the base's '{name}', and "
-                "nothing says which is meant: remove one part from the file"
+                "nothing says which is meant: pass the base's folder inside its pipeline, such as "
+                "text_encoder_2, or remove one part from the file"
             )
         else:
             found[name] = replace(update, name=name, written=update.name)
@@ -184,10 +201,17 @@ def updates_of_base(
             )
         if part in present or not present:
             raise CheckpointError(
-                f"{where} updates '{those[0]}', and the base has no such tensor, or of another shape: pass "
-                "the base that the adapter was trained on"
+                f"{where} updates '{those[0]}', and the base has no such tensor, or of another shape, "
+                "or is another part of the pipeline: pass the base that the adapter was trained on"
             )
     return found, {part: len(those) for part, those in missing.items()}
+
+
+def _is_of_another(part: str, folders: Collection[str]) -> bool:
+    """Return whether a part of a file belongs to another folder of a pipeline than the base's."""
+    mine = [parts for folder, parts in _FOLDERS.items() if folder in folders]
+    named = any(part in parts for parts in _FOLDERS.values())
+    return named and bool(mine) and not any(part in parts for parts in mine)
 
 
 def _not_read(part: str, base: Iterable[str]) -> str | None:
@@ -218,6 +242,7 @@ class _Names:
         # Kohya's scripts name SDXL's layers as in single files, even if the base is a folder of
         # diffusers.
         stems = [stem, flat_diffusers_name(stem)] if part in _OF_UNET else [stem]
+        stems.append(stem.removeprefix(flat_name(_TEXT_MODEL)))
         known = [self._known.get((region, key or ""), ()) for region in regions for key in stems]
         found = list(dict.fromkeys(name for names in known for name in names))
         shapes = {name: _matrix(self._base[name].shape) for name in found}
@@ -234,10 +259,12 @@ class _Names:
 def _aliases(name: str) -> Iterator[tuple[str, str]]:
     """Yield the parts of a pipeline that a tensor may belong to, each with the tensor's name there."""
     yield "", name
+    yield "", name.removeprefix(_TEXT_MODEL)
     for region in _REGIONS:
         if name.startswith(region):
             inner = name.removeprefix(region)
             yield region, inner
+            yield region, inner.removeprefix(_TEXT_MODEL)
             if region == _UNET and (other := diffusers_name(inner)) is not None:
                 yield region, other
 

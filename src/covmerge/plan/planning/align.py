@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import PurePath
 
 import torch
 
@@ -387,7 +388,8 @@ def over_base(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint:
     if (rejoined := _rejoined(adapter, base)) is not None:
         return rejoined
     conv1d = conv1d_names(base.description)
-    named = adapter.named_as(base.headers, conv1d, base.checkpoint.config)
+    folders = PurePath(base.checkpoint.source).parts[-2:]  # a folder, or a file in one
+    named = adapter.named_as(base.headers, conv1d, base.checkpoint.config, folders)
     held = {*named.low_rank, *named.headers}
     names = {adapter_name: name for name, adapter_name in names_in_base(base, held).items()}
     return named.over(base.checkpoint, names, conv1d)

@@ -63,7 +63,7 @@ def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> 
     name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape
     # LyCORIS may have a magnitude for each column. PEFT's for a convolution has the same shape, but
     # is by rows.
-    columns = name.endswith(".dora_scale") and len(shape) > 1 and shape[0] == 1 < max(shape)
+    columns = name.endswith(".dora_scale") and len(shape) > 1 and shape[0] == 1
     return with_magnitude(kind or LOCON, columns=columns)
 
 

@@ -54,11 +54,14 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
     Args:
         kind: the type that gives the direction.
         columns: whether the lengths are of columns (one for each input), as in LyCORIS with
-            wd_on_out=False.
+            wd_on_out=False. One number for the one row of a layer is of the row.
     """
 
+    def by_columns(layer: Layer) -> bool:
+        return columns and not layer.parts[MAGNITUDE].numel == 1 == layer.d_out
+
     def shapes(layer: Layer) -> Mapping[str, Shape]:
-        length = layer.d_in if columns else layer.d_out
+        length = layer.d_in if by_columns(layer) else layer.d_out
         return {**kind.shapes(layer), MAGNITUDE: layer.vector(MAGNITUDE, length)}
 
     def direction(layer: Layer) -> Tensor:
@@ -69,7 +72,7 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
         return layer.weight.add_(kind.update(layer))
 
     def weight(layer: Layer) -> Tensor:
-        return _rescaled(layer, direction(layer), columns=columns)
+        return _rescaled(layer, direction(layer), columns=by_columns(layer))
 
     return replace(
         kind,
@@ -86,9 +89,20 @@ def with_magnitude(kind: AdapterType, *, columns: bool = False) -> AdapterType:
 def _rescaled(layer: Layer, weight: Tensor, *, columns: bool) -> Tensor:
     if not columns:
         return weight.mul_(layer[MAGNITUDE].reshape(-1, 1)[layer.rows] / lengths(weight, 1))
-    channels = weight.view(layer.d_out, layer.d_in, -1)
-    scales = layer[MAGNITUDE].view(1, -1, 1) / lengths(channels, 0, 2)
-    return channels.mul_(scales).view(weight.shape)
+    channels, before = (w.view(layer.d_out, layer.d_in, -1) for w in (weight, layer.weight))
+    magnitudes = layer[MAGNITUDE].view(1, -1, 1)
+    # LyCORIS 2.2.0 had means in place of lengths. Training begins at those of the base.
+    of_means, of_lengths = (magnitudes - size(before) for size in (_means, _lengths))
+    size = _means if of_means.norm() < of_lengths.norm() else _lengths
+    return channels.mul_(magnitudes / size(channels)).view(weight.shape)
+
+
+def _lengths(channels: Tensor) -> Tensor:
+    return lengths(channels, 0, 2)
+
+
+def _means(channels: Tensor) -> Tensor:
+    return channels.mean(dim=(0, 2), keepdim=True, dtype=torch.float64).to(channels.dtype)
 
 
 # KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.

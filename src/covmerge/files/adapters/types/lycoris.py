@@ -246,29 +246,40 @@ LOKR = AdapterType(
 # GLoRA of LyCORIS's files: a low-rank update, and another one that multiplies the weight.
 
 
+def _glora_is_older(layer: Layer) -> bool:
+    """Return whether LyCORIS 1 or 2 wrote the layer: they applied the factors of number 1 first."""
+    return (layer.size("a1", 0), layer.size("b1", 0)) != (layer.d_in, layer.d_out)
+
+
+def _glora_names(layer: Layer) -> tuple[str, str, str, str]:
+    return ("a2", "a1", "b2", "b1") if _glora_is_older(layer) else ("a1", "a2", "b1", "b2")
+
+
 def _lycoris_glora_shapes(layer: Layer) -> Mapping[str, Shape]:
-    rank, window = layer.size("a2", 0), layer.shape[2:]
-    ones = tuple(1 for _ in window)
     if "bm" in layer:
         layer.refuse("has a core (bm.weight), which LyCORIS writes for no layer that needs one")
+    a_up, a_down, b_up, b_down = _glora_names(layer)
+    rank, window = layer.size(a_down, 0), layer.shape[2:]
+    ones = tuple(1 for _ in window)
     return {
-        "a1": (layer.d_in, rank, *ones),
-        "a2": (rank, layer.d_in, *ones),
-        "b1": (layer.d_out, rank, *ones),
-        "b2": (rank, layer.d_in, *window),
+        a_up: (layer.d_in, rank, *ones),
+        a_down: (rank, layer.d_in, *ones),
+        b_up: (layer.d_out, rank, *ones),
+        b_down: (rank, layer.d_in, *window),
         **alpha_of(layer),
     }
 
 
 def _lycoris_glora_weight(layer: Layer) -> Tensor:
-    """Return the wanted rows of W + s (W A₁ A₂ + B₁ B₂)."""
-    weight, scale = layer.weight, layer.scaling(layer.size("a2", 0))
-    inner, outer = layer["a1"].flatten(1), layer["a2"].flatten(1)
+    """Return the wanted rows of W + s (W A₁ A₂ + B₁ B₂); LyCORIS 1 and 2 computed with s²."""
+    a_up, a_down, b_up, b_down = _glora_names(layer)
+    weight, scale = layer.weight, layer.scaling(layer.size(a_down, 0))
+    inner, outer = layer[a_up].flatten(1), layer[a_down].flatten(1)
     channels = weight.view(len(weight), layer.d_in, -1)
     turned = torch.einsum("oik,ir,rj->ojk", channels, inner, outer).reshape(weight.shape)
-    left = layer["b1"].flatten(1)[layer.rows]
-    turned.addmm_(left, layer["b2"].flatten(1))
-    return weight.add_(turned, alpha=scale)
+    left = layer[b_up].flatten(1)[layer.rows]
+    turned.addmm_(left, layer[b_down].flatten(1))
+    return weight.add_(turned, alpha=scale**2 if _glora_is_older(layer) else scale)
 
 
 LYCORIS_GLORA = AdapterType(
@@ -323,15 +334,19 @@ LYCORIS_IA3 = AdapterType(
 _linalg: Any = torch.linalg  # torch has no types for it
 
 
+_WHOLE = "rotations"  # LyCORIS up to 2.1 stored R itself
+
+
 def _lycoris_oft_shapes(layer: Layer) -> Mapping[str, Shape]:
-    stored = layer.parts["blocks"].shape
+    part = _WHOLE if _WHOLE in layer else "blocks"
+    stored = layer.parts[part].shape
     size = stored[-1] if stored else 0
     count = layer.d_out // size if size else 0
     if len(stored) not in (3, 4) or count * size != layer.d_out:
         layer.refuse(f"has {layer.d_out} outputs, which its blocks {list(stored)} do not divide")
     if len(stored) == 4 and (size % 2 or layer.d_out % (2 ** (stored[0] - 1) * size)):
         layer.refuse(f"has {layer.d_out} outputs, of which {list(stored)} is no butterfly")
-    found: dict[str, Shape] = {"blocks": (*stored[:-3], count, size, size), **alpha_of(layer)}
+    found: dict[str, Shape] = {part: (*stored[:-3], count, size, size), **alpha_of(layer)}
     if "rescale" in layer:
         found["rescale"] = layer.vector("rescale", layer.d_out)
     return found
@@ -354,6 +369,8 @@ def _rotations(layer: Layer) -> Tensor:
 
     Without alpha, or with alpha 0, there is no limit.
     """
+    if _WHOLE in layer:
+        return layer[_WHOLE]
     stored = layer["blocks"].double()
     skew = stored - stored.mT
     limit = float(layer[ALPHA]) * layer.d_out if ALPHA in layer else 0.0
@@ -373,10 +390,10 @@ def _butterfly(blocks: Tensor, rows: Tensor, stride: int) -> Tensor:
 
 
 LYCORIS_OFT = AdapterType(
-    name="OFT, BOFT (`oft_blocks`, `rescale`)",
+    name="OFT, BOFT (`oft_blocks`, `oft_diag`, `rescale`)",
     equation="s ⊙ blockdiag(R)ᵀ·W, or a butterfly of blocks; R of skew matrices by the Cayley transform",
-    ends={".oft_blocks": "blocks", ".rescale": "rescale"},
-    marks=frozenset({"blocks"}),
+    ends={".oft_blocks": "blocks", ".oft_diag": _WHOLE, ".rescale": "rescale"},
+    marks=frozenset({"blocks", _WHOLE}),
     shapes=_lycoris_oft_shapes,
     weight=_lycoris_oft_weight,
     by_rows=False,
