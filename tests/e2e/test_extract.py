@@ -1,5 +1,6 @@
 """A full fine-tune as an adapter: loaded by PEFT it is the fine-tune, but for what is said to be lost."""
 
+import copy
 import json
 
 import peft
@@ -121,6 +122,56 @@ def test_what_is_lost_is_said(pair):
     assert result.stats["totals"]["left_out_energy"] == pytest.approx(outside / total, rel=1e-4)
     assert any("whole=True" in note for note in result.notes)
     peft.PeftModel.from_pretrained(base_of(pair), out)
+
+
+TEXT = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+RANKS = {"q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+UNUSUAL = {
+    # Its layers are of a subclass of nn.Linear.
+    "falcon": (transformers.FalconForCausalLM, {"bos_token_id": 1, "eos_token_id": 2}),
+    # PEFT takes dense and shared layers for the packed experts, whose names they have.
+    "deepseek_v3": (
+        transformers.DeepseekV3ForCausalLM,
+        {**RANKS, "v_head_dim": 4, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1}
+        | {"topk_group": 1, "intermediate_size": 24, "moe_intermediate_size": 12}
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 2},
+    ),
+    # transformers writes an infinite number of its config as {"__float__": "Infinity"}.
+    "mamba2": (
+        transformers.Mamba2ForCausalLM,
+        {
+            "num_heads": 4,
+            "head_dim": 8,
+            "n_groups": 1,
+            "state_size": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+LAYERS = {"falcon": 8, "deepseek_v3": 18, "mamba2": 2}
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # PEFT reads it all the same
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_peft_changes_every_layer_that_was_extracted(tmp_path, name):
+    kind, sizes = UNUSUAL[name]
+    torch.manual_seed(0)
+    base = kind(kind.config_class(**TEXT, **sizes)).eval()
+    base.save_pretrained(tmp_path / "base")
+    expert = fine_tuned(base, seed=1)
+    expert.save_pretrained(tmp_path / "expert")
+    made = covmerge.extract(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=99)
+    factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert not [note for note in made.notes if "roles come from name rules" in note]
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "lora")
+    found, wanted = model.merge_and_unload().state_dict(), expert.state_dict()
+    changed = [n for n, value in base.state_dict().items() if not torch.equal(found[n], value)]
+    assert len(changed) == len(factors) / 2 == LAYERS[name]
+    for layer in changed:
+        torch.testing.assert_close(found[layer], wanted[layer], rtol=0, atol=1e-5)
+    again = covmerge.merge(tmp_path / "base", {"lora": tmp_path / "lora"}, "average").tensors
+    for layer in changed:
+        torch.testing.assert_close(again[layer], wanted[layer], rtol=0, atol=1e-5)
 
 
 def test_rules_leave_tensors_to_the_base(pair):

@@ -181,6 +181,17 @@ class TestMerging:
             assert "overlap: choose an output" in " ".join(ran.output.split())
             assert before == {path: path.stat().st_mtime_ns for path in here.rglob("*.safetensors")}
 
+    def test_recipes_of_covmerge_are_no_stages(self, here):
+        experts = "experts: {a: ./llama/t1, b: ./llama/t2}\nmethod: average\n"
+        stages = (f"name: soup\nbase: ./llama/t0\n{experts}", f"\nbase: soup\n{experts}")
+        file = file_of(here, *stages)
+        ran = run(file, "out")
+        assert ran.exit_code == 2
+        assert "give each recipe a file, and merge one after the other" in ran.output
+        for number, (base, out) in enumerate((("./llama/t0", "soup"), ("soup", "out"))):
+            (here / f"{number}.yml").write_text(f"base: {base}\n{experts}")
+            assert run(f"{number}.yml", out).exit_code == 0
+
     def test_a_file_in_the_place_of_the_stages(self, here):
         (here / "out.stages").touch()
         ran = run(file_of(here, SOUP, MEAN, LAST), "out")

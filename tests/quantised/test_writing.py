@@ -487,3 +487,19 @@ def test_t5_in_layouts_whose_clients_do_not_run_here(tmp_path, form, kind):
     for name, own in wanted.items():
         error = float((found[name].float() - own.float()).norm() / own.float().norm())
         assert (0 < error < 0.15) if name.removesuffix(".weight") in packed else error == 0, name
+
+
+def test_a_head_that_is_no_output_embedding_stays_plain(tmp_path):
+    """A layer of three rows, packed, is one that bitsandbytes does not run on every processor."""
+    pytest.importorskip("bitsandbytes")
+    sizes = {"vocab_size": 16, "hidden_size": 64, "num_attention_heads": 2, "num_labels": 3}
+    config = transformers.BertConfig(**sizes, num_hidden_layers=1, intermediate_size=64)
+    model = transformers.BertForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "base")
+    expert = {name: 1.01 * tensor for name, tensor in model.state_dict().items()}
+    experts = {"a": expert}
+    made = covmerge.merge(tmp_path / "base", experts, out=tmp_path / "out", quantise="nf4")
+    assert not [note for note in made.notes if "outside the backbone" in note]  # of one expert
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    torch.testing.assert_close(loaded.classifier.weight, expert["classifier.weight"])
+    assert loaded(torch.arange(5)[None]).logits.isfinite().all()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 import covmerge
@@ -225,6 +226,14 @@ def test_experts_that_the_model_packs_are_said(tmp_path):
     names = StatisticsFile.open(out).names("gram")
     assert any(name.endswith("q_proj.weight") for name in names)
     assert not any(".experts." in name for name in names)
+    base = {name: 1.1 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    how = {"statistics": {"a": out, "b": out}, "tensors": {"few_rows": "allow"}}
+    notes = covmerge.merge(base, {"a": folder, "b": folder}, "regmean", **how).notes
+    (note,) = [note for note in notes if "are averaged" in note]
+    count = sum(".experts." in name for name in base)
+    assert note.startswith(
+        f"{count} tensors are averaged, because the statistics have no Gram matrix"
+    )
 
 
 def watch(layers, run):

@@ -459,6 +459,16 @@ def stored(folder, name, change, **config):
     (path / "config.json").write_text(json.dumps(own))
 
 
+def test_an_added_token_of_other_settings_is_said(folder):
+    given = recipe(folder, ("t0", "t1"))
+    said = re.compile(r"added tokens? ha(s|ve) other settings in other models")
+    assert not [note for note in plan_recipe(given)[0].notes if said.search(note)]
+    turned = {'"lstrip": false': '"lstrip": true', '"lstrip":false': '"lstrip":true'}
+    for old, new in turned.items():
+        rewritten(folder, "t1", lambda text, old=old, new=new: text.replace(old, new))
+    assert [note for note in plan_recipe(given)[0].notes if said.search(note)]
+
+
 def slow(folder, name):
     """A tokenizer that transformers has in Python alone."""
     path = folder / "llama" / name

@@ -382,9 +382,7 @@ def test_tokens_beyond_an_embedding_have_no_row_in_it(models, tmp_path):
     save_model(tmp_path / "llama" / "base", "llama", "base", WORDS["base"])
     given = recipe(tmp_path, ("t1",), tokenizer={"source": "t1"})
     result = run_recipe(given, tmp_path / "out")
-    assert any(
-        "1 tokens are of no model, and their rows are 0: '<|im_end|>'" in n for n in result.notes
-    )
+    assert any("1 token is of no model, with rows of 0: '<|im_end|>'" in n for n in result.notes)
     assert not weights(tmp_path / "out")["lm_head.weight"][24].any()
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.findings import Finding, Severity
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.plan.planning.operations import expert_key
@@ -149,7 +149,7 @@ def _tokens_that_differ(
     added = [token for token in other if token not in base]
     gone = [token for token in base if token not in other]
     parts = [
-        f"{len(tokens)} tokens {what} (such as {tokens[0]!r:.40})"
+        f"{counted(len(tokens), 'token')} {what} (such as {tokens[0]!r:.40})"
         for what, tokens in (("added", added), ("missing", gone), ("with another number", moved))
         if tokens
     ]

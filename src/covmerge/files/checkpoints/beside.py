@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from covmerge.base.errors import CheckpointError
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.names import looks_like_adapter
 from covmerge.files.checkpoints.base import WeightFile
@@ -69,7 +69,7 @@ def _check_no_part(
     if looks_like_adapter(names) or names <= modules_of(headers):
         return
     raise CheckpointError(
-        f"{store}: {name} holds {len(names)} tensors of the model that its other files lack "
+        f"{store}: {name} holds {counted(len(names), 'tensor')} of the model that its other files lack "
         f"({some(sorted(names), 3, quoted=True)}), and the output would lack them. Merge that file by "
         "itself (pass the files in place of the folders), and the rest after it was moved out of the folder"
     )

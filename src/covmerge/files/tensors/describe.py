@@ -48,7 +48,7 @@ class TensorInfo:
         in_blocks: whether it lies in a sequence of blocks, by its name, and inside the base model.
         parameter: its name in the model that transformers builds; the stored name if that is unknown.
         takes_factors: whether it is the weight of a layer for which PEFT has factors.
-        stays_full: whether transformers keeps it in float32 and never quantises it.
+        stays_full: whether transformers never quantises it.
         rebuilt: whether it is a buffer that the model's code creates again whenever the model is loaded.
     """
 

@@ -124,6 +124,8 @@ _STACK_IS_TRANSPOSED = {
     "LongcatFlashExperts": False,
     "Step3p7Experts": False,
 }
+# Subclasses of nn.Linear whose forward is nn.Linear's in other words.
+_PLAIN_LINEAR = ("FalconLinear",)
 # Routers have a bare 2-D `weight` and apply it by F.linear.
 _ROUTER = re.compile(r"(Router|Gate)$")
 _ATTENTION_MATRICES = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -141,7 +143,7 @@ class Kind:
         unsure: whether too little is known, so that the tensor is treated as `other`; users are told.
         takes_factors: whether it is the weight of a layer for which PEFT has factors. Subclasses of such
             layers are excluded, because they may do more.
-        stays_full: whether transformers keeps its module in float32 and never quantises it (T5's `wo`).
+        stays_full: whether transformers never quantises its module, as T5's `wo`, kept in float32.
         rebuilt: whether it is a buffer that the model's code creates again at each loading, such as a mask.
     """
 
@@ -177,7 +179,8 @@ def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_out
             why = f"output embedding ({name})"
             return Kind(Role.OUTPUT, why, takes_factors=type(module) is nn.Linear)
         if isinstance(module, nn.Linear):
-            return Kind(Role.LINEAR, by_class, takes_factors=exact)
+            plain = name in _PLAIN_LINEAR  # quantisers, which go by the class, leave it as it is
+            return Kind(Role.LINEAR, by_class, takes_factors=exact or plain, stays_full=plain)
         if _is_conv1d(module):
             return Kind(Role.CONV1D, by_class, transposed=True, takes_factors=True)
         if isinstance(module, nn.Embedding):

@@ -260,14 +260,16 @@ def _is_model_of(transformers: Any, model_class: Any, config: Any) -> bool:
     )
 
 
-def _without_dropped_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_dropped_keys(cast("dict[str, Any]", value))
-        if isinstance(value, dict)
-        else value
-        for key, value in values.items()
-        if not _DROPPED_KEYS.search(key)
-    }
+def _without_dropped_keys(value: Any) -> Any:
+    """Return a value without the dropped keys, with infinity as a number, as transformers reads it."""
+    if isinstance(value, list):
+        return [_without_dropped_keys(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, Mapping):
+        return value
+    values = cast("Mapping[str, Any]", value)
+    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(values["__float__"])
+    return {k: _without_dropped_keys(v) for k, v in values.items() if not _DROPPED_KEYS.search(k)}
 
 
 def refuse_many_keys(config: Mapping[str, Any]) -> None:

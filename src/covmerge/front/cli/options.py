@@ -134,7 +134,7 @@ Stages = Annotated[
     flag(
         OUTPUT,
         "DIR",
-        "Folder of the named ones of several recipes in a file; OUT.stages without it.",
+        "Folder of the named stages of a file of mergekit's; OUT.stages without it.",
     ),
 ]
 Device = Annotated[str, setting("device", RUN, "cpu|cuda[:i]|auto")]

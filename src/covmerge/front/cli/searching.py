@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from covmerge.base.text import counted
 from covmerge.front.cli.comparing import show_scores
 from covmerge.front.cli.console import check_one_form, print_csv, print_json, stdout
 from covmerge.front.cli.progress import scoring_shown
@@ -58,7 +59,11 @@ def show(console: Console, found: Search) -> None:
         values.add_row(name, *(_shown(trial.chosen.get(name)) for trial in best))
     console.print(values)
     failed = [trial for trial in found.trials if trial.failed]
-    why = [f"{len(failed)} trials failed. {failed[0].label}: {failed[0].failed}"] if failed else []
+    why = (
+        [f"{counted(len(failed), 'trial')} failed. {failed[0].label}: {failed[0].failed}"]
+        if failed
+        else []
+    )
     console.print(
         facts(
             [

@@ -35,6 +35,7 @@ from covmerge.plan.planning.data import (
     Statistics,
     check_statistics,
     find_statistics,
+    notes_on_missing_statistics,
     notes_on_unread_statistics,
 )
 from covmerge.plan.planning.decide import check_without_base, head_names_of, plan_tensors
@@ -184,8 +185,8 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
         )
     if not any(tensor.merge for tensor in tensors):
         raise InputError(
-            f"nothing to merge: all {len(tensors)} tensors of {base.checkpoint.source} are copied "
-            "from the base under the recipe's rules."
+            f"nothing to merge: by the recipe's rules every tensor of {base.checkpoint.source} is copied "
+            "from the base"
         )
     draft = _Draft(inputs, recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
@@ -235,6 +236,7 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
         chosen=draft.chosen,
         notes=(
             *([] if draft.chosen is None else [f"{UNNAMED_NOTE}{method}, as {draft.chosen}"]),
+            *notes_on_missing_statistics(draft.tensors),
             *(notes_on_unread_statistics(draft.recipe, inputs.statistics) if inputs.alone else ()),
             *plan_notes(draft.recipe, draft.tensors, base, models, draft.alignments),
             *(() if draft.adapter is None else draft.adapter.notes),

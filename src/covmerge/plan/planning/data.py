@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from covmerge.base.errors import InputError, RecipeError, TensorError
 from covmerge.base.settings import Hint, rules_for
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.views import matrix_shapes
@@ -21,6 +21,7 @@ from covmerge.plan.vocabulary.rows import Retokenized
 Statistics = Mapping[str, StatisticsFile]
 
 _KINDS = {"gram": "Gram matrix", "fisher": "Fisher information"}
+_WITHOUT = "average (no {} of it)"
 
 
 def check_statistics(
@@ -105,7 +106,7 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     found = {e: name for e, name in names.items() if name is not None and name in held[e]}
     if not found:
         average = Merge("average", {}, layout=None, scale=merge.scale)
-        return replace(tensor, operation=average, rule=f"average (no {_KINDS[kind]} of it)")
+        return replace(tensor, operation=average, rule=_WITHOUT.format(_KINDS[kind]))
     for expert, name in names.items():
         if expert not in found:
             raise TensorError(
@@ -117,6 +118,17 @@ def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) 
     for expert, name in found.items():
         _check(recipe, method, tensor, expert, statistics[expert], name)
     return replace(tensor, statistics=found)
+
+
+def notes_on_missing_statistics(tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    """Yield a note on tensors that are averaged, because no expert has statistics of them."""
+    for kind in _KINDS.values():
+        names = [t.name for t in tensors if t.rule == _WITHOUT.format(kind)]
+        if names:
+            yield (
+                f"{counted(len(names), 'tensor is', 'tensors are')} averaged, because the statistics have "
+                f"no {kind} of {'it' if len(names) == 1 else 'them'} ({some(names, 2, quoted=True)})"
+            )
 
 
 def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterator[str]:

@@ -204,7 +204,8 @@ def _of_base(tensors: Sequence[TensorPlan], base: Model, dtype: str) -> Iterator
         yield f"tied tensors are one, which is merged and written once: {', '.join(tied)}"
     for tensor in tensors:
         info = base.description.tensors[tensor.name]
-        if info.outside_backbone and info.role is Role.LINEAR and tensor.merge:
+        merged = tensor.merge is not None and len(tensor.operands) > 1
+        if info.outside_backbone and info.role is Role.LINEAR and merged:
             yield (
                 f"'{tensor.name}' lies outside the backbone and has one shape everywhere, so it is "
                 "merged; if it is a task head, keep one per expert by "

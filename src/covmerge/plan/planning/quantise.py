@@ -146,7 +146,8 @@ def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
             tensor.info.role is Role.EXPERT_STACK
             and len(tensor.output.shape) == LAYOUTS[wanted].axes
         )
-    if not _is_linear(tensor) or tensor.info.stays_full:
+    # transformers' quantisers leave a head plain, also one that is no output embedding.
+    if not _is_linear(tensor) or tensor.info.stays_full or tensor.info.outside_backbone:
         return False
     return tensor.info.takes_factors or (wanted == _OF_EXPERTS and _is_an_expert(tensor))
 

@@ -119,7 +119,9 @@ class Mixture(StrictModel):
                     raise ValueError(f"moe.{key} names '{name}', and there is no such expert")
         routed = self.routed(experts)
         if not 2 <= len(routed) <= 1024:
-            raise ValueError(f"a mixture has 2 to 1024 experts, and the recipe has {len(routed)}")
+            raise ValueError(
+                f"a mixture has 2 to 1024 routed experts, and the recipe has {len(routed)}"
+            )
         if self.experts_per_token > len(routed):
             raise ValueError(
                 f"experts_per_token is {self.experts_per_token}, and there are {len(routed)} experts"

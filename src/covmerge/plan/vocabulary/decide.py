@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import read_object
@@ -137,6 +137,19 @@ def _called(key: str | None) -> str:
     return "the base" if key is None else f"expert '{key}'"
 
 
+def _other_settings(taken: Sequence[Added], sources: Mapping[str | None, Source]) -> Iterator[str]:
+    """Yield a note on added tokens that some model finds in texts by other settings than the output."""
+    ours = {one.content: one for one in taken}
+    theirs = [one for source in sources.values() for one in source.tokenizer.added.values()]
+    differ = sorted({one.content for one in theirs if ours.get(one.content, one) != one})
+    if differ:
+        have = counted(len(differ), "added token has", "added tokens have")
+        yield (
+            f"{have} other settings in other models, such as `special` or `lstrip` "
+            f"({some(differ, 3, quoted=True)}): the output has those of the first model with the token"
+        )
+
+
 def _vocabulary(
     rules: TokenizerRules,
     models: Mapping[str | None, Checkpoint],
@@ -167,8 +180,8 @@ def _vocabulary(
     decided, row_notes = vocabulary(ids, max(chosen.end, max(ids.values()) + 1), rules, sources)
     if more:
         notes.append(
-            f"{len(more)} tokens are added to the tokenizer of {_called(owner)}, the first "
-            f"{more[0].content!r} as {ids[more[0].content]}"
+            f"{counted(len(more), 'token is', 'tokens are')} added to the tokenizer of "
+            f"{_called(owner)}, the first {more[0].content!r} as {ids[more[0].content]}"
         )
     pieces = [
         one.content for one in more if one.content not in rules.tokens and _is_piece(one, sources)
@@ -187,6 +200,7 @@ def _vocabulary(
             f"({some(unseen, 3, quoted=True)}), which no text has: they are never found, and their rows "
             "not used"
         )
+    notes += _other_settings([*chosen.added.values(), *more], sources)
     notes += _cutting(owner, sources)
     folder = folders[owner]
     if folder is None or found[owner] is None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import InputError, TensorError
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json, Role
 from covmerge.files.checkpoints.base import Checkpoint, find_header
 from covmerge.files.checkpoints.config_counts import vocabulary_size, with_vocabulary
@@ -263,12 +263,13 @@ def _notes(
         if tokens:
             who = "the base" if key is None else f"expert '{key}'"
             notes.append(
-                f"{who} has no row of its own for {len(tokens)} tokens, and is given one: "
+                f"{who} has no row of its own for {counted(len(tokens), 'token')}, and is given one: "
                 f"{some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
             )
     if of_nobody:
         examples = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)
-        notes.append(f"{len(of_nobody)} tokens are of no model, and their rows are 0: {examples}")
+        are = counted(len(of_nobody), "token is", "tokens are")
+        notes.append(f"{are} of no model, with rows of 0: {examples}")
     return notes
 
 

@@ -132,6 +132,11 @@ def _only_llama_cpp(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "mixtral"
 
 
+# Where transformers packs experts, PEFT 0.21 takes targets of their layers' names for the packed weights.
+# So it never adapts a dense or shared layer of such a name, unless it is a target parameter.
+_EXPERTS = re.compile(r"\.experts\.(gate_up_proj$|\d+\.gate_proj\.)")
+_TAKEN_FOR_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
+
 _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
 
@@ -159,6 +164,8 @@ def write_adapter_config(
     largest = max(ranks.values())  # servers compare this rank with their limit
     # The factors include the scale, so alpha / r is 1 in every layer.
     wrapped = _parameters(ranks, parents)
+    if any(map(_EXPERTS.search, parameters)):
+        wrapped |= {module for module in ranks if module.endswith(_TAKEN_FOR_EXPERTS)}
     special: dict[str, Json] = {
         _pattern(module): rank for module, rank in ranks.items() if rank != largest
     }

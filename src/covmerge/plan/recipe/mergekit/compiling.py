@@ -170,6 +170,12 @@ class Document:
         data = self.data
         if not isinstance(data, dict):
             self.refuse("a document is no mapping; each is a recipe of mergekit's")
+        if "experts" in data:
+            self.refuse(
+                "several documents in a file are stages of mergekit-multi, which have no `experts`: give "
+                "each recipe a file, and merge one after the other",
+                "experts",
+            )
         return {k: v for k, v in cast("dict[str, Any]", data).items() if k != "name"}
 
     @cached_property
