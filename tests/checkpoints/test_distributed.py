@@ -307,6 +307,20 @@ def test_files_that_are_not_what_the_metadata_says(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_local_states_of_fsdp_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"pytorch_model_fsdp_rank{rank}.bin").write_bytes(b"")
+    said = advice(
+        "load the checkpoint where it was trained, save it with fsdp_state_dict_type SHARDED_STATE_DICT"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(tmp_path)
+    save(
+        {"model": {"w": MATRIX}}, tmp_path / "new" / "pytorch_model_fsdp_0"
+    )  # as accelerate does then
+    equals(tmp_path / "new", {"w": MATRIX})
+
+
 def test_files_of_ranks(written: Path, tmp_path: Path) -> None:
     """As verl saves FSDP's state; torch.chunk gives three ranks 3, 3 and 1 of 7 rows."""
     shutil.copytree(written, tmp_path, dirs_exist_ok=True)

@@ -10,6 +10,7 @@ import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.layouts import with_plain
+from tests.advised import advice
 from tests.quantised.models import llama, metal, save_packed
 from tests.quantised.test_goldens import LAYERS, save
 
@@ -119,6 +120,20 @@ def test_it_may_be_said_in_a_file_of_its_own(tmp_path, case, file, stated):
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     (tmp_path / file).write_text(json.dumps(stated))
     assert torch.equal(open_plain(tmp_path).read("fc.weight"), LAYERS[case]["expected"])
+
+
+def test_what_hqq_itself_saves_says_nothing_of_it_in_its_config(tmp_path):
+    """`AutoHQQHFModel.save_to_safetensors`."""
+    said = advice(
+        "load it there by AutoHQQHFModel.from_quantized, save it by AutoHQQHFModel.save_to_safetensors"
+    )
+    (tmp_path / "qmodel.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=said):
+        open_plain(tmp_path)
+    (tmp_path / "qmodel.pt").unlink()
+    save(tmp_path, "hqq 4 1")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert torch.equal(open_plain(tmp_path).read("fc.weight"), LAYERS["hqq 4 1"]["expected"])
 
 
 @pytest.mark.parametrize("part", ["pre_quant_scale", "svdquant_lora_a"])

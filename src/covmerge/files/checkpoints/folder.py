@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -50,6 +51,19 @@ CONFIG = "config.json"
 QUANTISATION = "quantization_config"
 _, _QUANTO = _BESIDE = ("hf_quant_config.json", "quanto_qmap.json")  # with quantisation settings
 MLX = "quantization"  # MLX's key for it in config.json, beside or instead of the other
+
+_OF_HQQ = ".encoded_state_dict"  # part of a layer, in files that HQQ itself saves; its config says nothing
+# Files of which no tensor can be read, what they are, and how to save others.
+_UNREAD = {
+    re.compile(r"qmodel\.pt"): (
+        "HQQ's own modules, nested in a pickle",
+        "load it there by AutoHQQHFModel.from_quantized, save it by AutoHQQHFModel.save_to_safetensors",
+    ),
+    re.compile(r"pytorch_model_fsdp_rank[0-9]+\.bin", re.ASCII): (
+        "FSDP's local state of one rank, flat and without names of parameters",
+        "load the checkpoint where it was trained, save it with fsdp_state_dict_type SHARDED_STATE_DICT",
+    ),
+}
 
 PIPELINE = "model_index.json"  # of a diffusers pipeline: lists its models, each in a folder
 STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # a step that transformers' Trainer saved
@@ -117,6 +131,10 @@ class FileCheckpoint(Kind):
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: header for read in weights.values() for name, header in read.headers.items()}
         )
+        if QUANTISATION not in (self.config or {}) and any(
+            n.endswith(_OF_HQQ) for n in self.headers
+        ):
+            self.config = {**(self.config or {}), QUANTISATION: {"quant_method": "hqq"}}
         self.weight_names: Sequence[str] = tuple(map(self.path_of, weights))
         self._weights = dict(weights)
         self._file_of = {name: read for read in weights.values() for name in read.headers}
@@ -292,6 +310,9 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
             f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
         )
     others = sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and not is_of_training(n))
+    for name, (pattern, (what, how)) in product(others, _UNREAD.items()):
+        if pattern.fullmatch(name):
+            raise CheckpointError(f"{where} holds {name}, {what}: {how}, and pass that folder")
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
