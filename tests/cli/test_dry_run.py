@@ -136,6 +136,7 @@ def test_a_piece_is_done_of_each_method_that_goes_entry_by_entry(models):
         plan, checkpoints = opened.plan(recipe)
         speed = machine.measure_speed(recipe, plan, checkpoints.sources(), "cpu", 1)
     assert {*speed.by_entry} == {"ties"} and speed.by_entry["ties"] > 0
+    assert speed.eigen is None  # the plan has none
     free = replace(speed, begun=0.0, hashed=float("inf"), read=None)
     spent = [speed.by_entry[item.tensor.operation.method] * item.read_bytes for item in plan.items]
     assert free.seconds(plan) == pytest.approx(sum(spent))

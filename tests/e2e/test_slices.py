@@ -11,6 +11,7 @@ import covmerge
 from covmerge.errors import InputError, RecipeError
 from covmerge.front.api import plan_recipe, run_recipe
 from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.recompute import recompute
 from covmerge.run.sources import open_recipe
@@ -206,6 +207,23 @@ def test_a_mean_without_a_base(tmp_path):
         tmp_path / "base", [tmp_path / "expert1", tmp_path / "expert2"], "average"
     ).tensors
     assert all(torch.allclose(result[name], over[name], atol=1e-6) for name in over)
+
+
+def test_without_a_base_every_tensor_is_read_once(tmp_path, monkeypatch):
+    recipe = stacked(tmp_path, slices=[])
+    plan, _ = plan_recipe(recipe)
+    stored = sum(tensor.stored.nbytes for tensor in plan.tensors)
+    assert plan.read_bytes == len(recipe.experts) * stored
+    read, rows_of = [], Sources.read
+
+    def counted(sources, operand, rows):
+        found = rows_of(sources, operand, rows)
+        read.append(found.nbytes)
+        return found
+
+    monkeypatch.setattr(Sources, "read", counted)
+    run_recipe(recipe, None)
+    assert sum(read) == plan.read_bytes
 
 
 def test_without_a_base_no_update_is_lost_to_rounding(tmp_path):

@@ -29,6 +29,7 @@ def test_the_largest_numbers_are_finite():
         largest = torch.finfo(dtype).max
         values = torch.tensor([-largest, largest], dtype=torch.float64).to(dtype)
         assert all_finite(values)
+        assert all_finite(values[1:].expand(3))  # their sum is Inf
 
 
 def test_a_float8_without_infinities_has_nan():

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from covmerge import verify
 from covmerge.front.cli import app
+from covmerge.methods import get
+from covmerge.run.engine.layer import LayerUpdates
 from tests.advised import advice
 from tests.cli.runs import words
 
@@ -72,6 +74,41 @@ def test_the_loss_is_that_of_the_sum_in_float64(merge, dtype, held):
     assert manifest["tensors"][NAME]["arithmetic_loss"] == totals["arithmetic_loss"]
     for said in texts:
         assert f"omputing in {dtype} lost {wanted:.2%}" in said.replace("\n", " ")
+
+
+def test_of_a_tensor_in_parts_it_is_measured_in_the_first(merge, monkeypatch):
+    tensors, asked = drawn(shape=(600, 1024), dtype=torch.bfloat16, size=0.002), []
+    whole = LayerUpdates.unrounded
+
+    def unrounded(layer, item, *given):
+        asked.append(item.rows)
+        return whole(layer, item, *given)
+
+    monkeypatch.setattr(LayerUpdates, "unrounded", unrounded)
+    made, manifest, _ = merge(tensors, "merge_method: task_arithmetic\ndtype: bfloat16")
+    assert asked == [range(256)]
+    base, update = in_float64(tensors)
+    entry = manifest["tensors"][NAME]
+    assert entry["unrounded_norm"] == pytest.approx(norm(update), rel=0.01)
+    assert entry["arithmetic_loss"] == pytest.approx(
+        norm(made.double() - base - update) / norm(update), rel=0.01
+    )
+
+
+def test_a_method_gets_weights_as_they_are_stored_where_it_would_cast_them_back(merge, monkeypatch):
+    method, seen = get("generalized_task_arithmetic"), []
+    kernel = method.kernel
+
+    def spied(group, **parameters):
+        seen.append({tensor.dtype for tensor in (group.base, *group.models)})
+        return kernel(group, **parameters)
+
+    monkeypatch.setitem(vars(method), "kernel", spied)
+    for held in (torch.bfloat16, torch.float32):
+        merge(drawn(dtype=held), "merge_method: task_arithmetic\ndtype: bfloat16")
+    # The first of each two measures what half-precision steps lose.
+    single = {torch.float32}
+    assert seen == [single, {torch.bfloat16}, single, single]
 
 
 def test_it_is_said_where_it_was_not_measured(merge):

@@ -205,6 +205,10 @@ class Donor(View):
     def _ordered(self, names: Iterable[str]) -> Iterable[str]:
         return names if self.order is None else sorted(names, key=_section)
 
+    def owner(self, name: str) -> Checkpoint:
+        """Return the expert whose tensor it is."""
+        return self._owners[name]
+
     def read(self, name: str, rows: range | None = None) -> Tensor:
         return self._owners[name].read(name, rows)
 

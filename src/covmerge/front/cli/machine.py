@@ -44,7 +44,8 @@ class Speed:
 
     Attributes:
         flops: floating-point operations per second, in matrix products of the compute dtype.
-        eigen: floating-point operations per second in eigenproblems, as plans count them.
+        eigen: floating-point operations per second in eigenproblems, as plans count them; None if the plan
+            has none.
         share: share of the requested processors' time that this process got during the measurement;
             1 for other devices.
         read: bytes per second read from one source file; None if no source is a local file.
@@ -56,7 +57,7 @@ class Speed:
     """
 
     flops: float
-    eigen: float
+    eigen: float | None
     share: float
     read: float | None
     read_from: Path | None
@@ -84,7 +85,8 @@ class Speed:
         products = (item.flops - item.eigen_flops) / self.flops
         # Reading, widening and rounding take as long as the simplest method.
         least = min(self.by_entry.values(), default=0.0)
-        return products + item.eigen_flops / self.eigen + item.read_bytes * least
+        problems = 0.0 if self.eigen is None else item.eigen_flops / self.eigen
+        return products + problems + item.read_bytes * least
 
     @property
     def is_busy(self) -> bool:
@@ -102,9 +104,6 @@ def measure_speed(
     begun = time.process_time()
     target, dtype = usable_device(device), plan.compute_dtype
     product = torch.ones(_PRODUCT_SIDE, _PRODUCT_SIDE, dtype=dtype, device=target)
-    generator = torch.Generator().manual_seed(0)
-    symmetric = torch.randn(_EIGEN_SIDE, _EIGEN_SIDE, generator=generator, dtype=torch.float64)
-    symmetric = (symmetric + symmetric.mT).to(target)
     experts = [expert.source for expert in recipe.experts.values()]
     named = experts if recipe.base is None else [recipe.base, *experts]
     files = list(_weight_files(named))
@@ -122,11 +121,10 @@ def measure_speed(
                 problem = str(error)
             else:
                 by_entry[method] = seconds / sum(item.read_bytes for item in piece.items)
-    with torch_threads(1):  # eigenproblems scale badly, so each core has its own layers
-        problems, _ = _timed(lambda: eigh(symmetric)[0][0].item(), target)
+    has_eigen = any(item.eigen_flops for item in plan.items)
     return Speed(
         2.0 * _PRODUCT_SIDE**3 / products,
-        at_once * eigh_cost(_EIGEN_SIDE).eigen / problems,
+        at_once * _eigen_rate(target) if has_eigen else None,
         share,
         _read_rate(files[0]) if files else None,
         files[0] if files else None,
@@ -135,6 +133,16 @@ def measure_speed(
         by_entry,
         problem,
     )
+
+
+def _eigen_rate(target: torch.device) -> float:
+    """Return the operations per second in eigenproblems on one core: each core has its own layers."""
+    generator = torch.Generator().manual_seed(0)
+    symmetric = torch.randn(_EIGEN_SIDE, _EIGEN_SIDE, generator=generator, dtype=torch.float64)
+    symmetric = (symmetric + symmetric.mT).to(target)
+    with torch_threads(1):
+        seconds, _ = _timed(lambda: eigh(symmetric)[0][0].item(), target)
+    return eigh_cost(_EIGEN_SIDE).eigen / seconds
 
 
 def _method_by_entry(item: WorkItem) -> str | None:

@@ -377,7 +377,7 @@ def _disk(plan: Plan, room: Room | None) -> str:
 
 def _time(plan: Plan, speed: Speed) -> str:
     rates = f"{format_flops(speed.flops)}/s in matrix products"
-    rates += f", {format_flops(speed.eigen)}/s in eigenproblems"
+    rates += "" if speed.eigen is None else f", {format_flops(speed.eigen)}/s in eigenproblems"
     if speed.read is not None and speed.read_from is not None:
         rates += f", {format_size(int(speed.read))}/s read from {speed.read_from.name}"
     else:

@@ -12,7 +12,8 @@ from torch import Tensor
 def all_finite(values: Tensor) -> bool:
     """Return whether no value of a tensor of any dtype and shape is NaN or Inf.
 
-    The least and the largest value show it, in one pass without temporaries; torch.isfinite takes several.
+    NaN and Inf stay in a sum, which takes an eighth of the time of `aminmax`. A sum of finite values may
+    overflow; then the least and the largest value decide. torch.isfinite makes temporaries.
 
     Example:
         >>> all_finite(torch.tensor([1.0, float("-inf")]))
@@ -22,7 +23,9 @@ def all_finite(values: Tensor) -> bool:
         return True
     if values.dtype.itemsize == 1:  # torch cannot compare float8 values
         values = values.float()
-    return all(isfinite(float(end)) for end in torch.aminmax(values))
+    return isfinite(float(values.sum())) or all(
+        isfinite(float(end)) for end in torch.aminmax(values)
+    )
 
 
 # Integers of the same width: neighbouring numbers of a dtype have neighbouring integers.
@@ -50,7 +53,7 @@ def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     if rounded.dtype == values.dtype or not dtype.is_floating_point or not values.numel():
         return rounded
     most = torch.finfo(dtype).max
-    if most >= _most(values):
+    if most >= _most(values) or (dtype.itemsize > 1 and all_finite(rounded)):
         return rounded
     wide = values if values.dtype.itemsize > 1 else values.float()
     largest = max(abs(float(end)) for end in torch.aminmax(wide))

@@ -513,7 +513,9 @@ class Method(Declared):
             merged = replace(merged, delta=given)
         if self.sees == "weights":
             assert group.base is not None
-            return replace(merged, delta=given - group.base, weights=given)
+            dtype = torch.promote_types(given.dtype, torch.float32)
+            delta = given.to(dtype) - group.base.to(dtype)
+            return replace(merged, delta=delta, weights=given)
         if group.base is not None and given.data_ptr() == group.base.data_ptr():
             return replace(merged, delta=given.clone())  # it will be added to in place
         return merged

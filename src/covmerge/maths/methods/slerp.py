@@ -98,7 +98,7 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
     result = torch.empty_like(base).view(-1)
     for start in range(0, len(result), _PART):
         x, y = (way.reshape(-1)[start : start + _PART].to(dtype) for way in (base, model))
-        result[start : start + _PART] = shares.of_base * x + shares.of_model * y
+        result[start : start + _PART] = (shares.of_base * x).add_(shares.of_model * y)
     return result.view(base.shape).to(group.models[0].dtype)
 
 
@@ -109,7 +109,7 @@ def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Sh
     """
     norms = [[lengths(x, axis=1, keep=True) for x in pair] for pair in _parts(ways())]
     first, second = (_length([pair[which] for pair in norms]) for which in (0, 1))
-    products = [((x / first) * (y / second)).sum(dim=1, keepdim=True) for x, y in _parts(ways())]
+    products = [(x / first).mul_(y / second).sum(dim=1, keepdim=True) for x, y in _parts(ways())]
     cosine = torch.stack(products).sum(dim=0).clamp_(-1, 1)
     place = torch.tensor([[t]], dtype=cosine.dtype, device=cosine.device)
     straight = cosine.abs() > _STRAIGHT

@@ -170,7 +170,9 @@ def shape_of(tensor: TensorPlan, rows: range | None) -> tuple[int, ...]:
 
 
 def _base_bytes(tensor: TensorPlan, numel: int) -> int:
-    return 0 if tensor.base is None else numel * tensor.stored.dtype.itemsize
+    read_with_experts = tensor.merge is not None and tensor.base in tensor.operands.values()
+    unread = tensor.base is None or read_with_experts
+    return 0 if unread else numel * tensor.stored.dtype.itemsize
 
 
 def _of_tensor_pass(tensor: TensorPlan, merge: Merge, numel: int, merging: int) -> int:

@@ -151,20 +151,16 @@ def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
         bool(packed) and not reading
     )  # packed rows that are copied are compared with nothing
 
-    def read_base() -> Tensor:
-        if base is None or as_stored:
-            return torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
-        return sources.read_rows(base, first.rows)
-
     operands: Mapping[str, Operand] = reading[0].tensor.operands if reading else {}
-    base_rows, *updates = sources.together(
-        [
-            ("" if base is None or as_stored else base.source, read_base),
-            *((o.source, partial(sources.read, o, first.rows)) for o in operands.values()),
-        ]
-    )
+    of_base = () if base is None or as_stored else (base,)
+    # Without a base, an expert's tensor stands for the base's; it is read once.
+    wanted = dict.fromkeys([*of_base, *operands.values()])
+    read = [(operand.source, partial(sources.read, operand, first.rows)) for operand in wanted]
+    found = dict(zip(wanted, sources.together(read), strict=True))
+    unread = torch.empty(first.shape, dtype=first.tensor.stored.dtype, device="meta")
+    base_rows = found[base] if base is not None and of_base else unread
     assert isinstance(base_rows, Tensor)
-    rows = dict(zip(operands, updates, strict=True))
+    rows = {expert: found[operand] for expert, operand in operands.items()}
     if not merging:
         return Inputs(base_rows, rows, packed=packed)
     tensor = merging[0].tensor
@@ -235,7 +231,8 @@ def take_updates(
         inputs: rows of the item; the experts' rows are removed from `inputs`.
         dtype: dtype of the computation.
         device: device of the computation.
-        models: a dictionary that receives the experts' weights W_t, for methods that see weights.
+        models: a dictionary that receives the experts' weights W_t as they are stored, for methods that see
+            weights.
         keep: whether to return the updates; else they are measured and dropped (None in the result).
 
     Raises:
@@ -249,8 +246,8 @@ def take_updates(
     for expert in list(inputs.experts):
         stored = inputs.experts.pop(expert)
         if models is not None and isinstance(stored, Tensor):
-            models[expert] = _weights(stored, base, dtype, device)
-            update = models[expert] - base
+            models[expert] = _weights(stored.to(device), inputs.base.to(device))
+            update = models[expert].to(dtype) - base
         else:
             update = None if stored is None else _update(stored, base, dtype, device)
             if models is not None:
@@ -278,29 +275,40 @@ def _update(stored: Stored, base: Tensor, dtype: torch.dtype, device: torch.devi
     if isinstance(update, LowRank):
         return update
     if update.shape == base.shape:
-        # In place: the tensor is fresh from the reader or from the cast, and has no other user.
-        return update.sub_(base)
+        # In place: the tensor is fresh from the reader or from the cast, and has no other user but where an
+        # expert stands for the base.
+        return update - base if update.data_ptr() == base.data_ptr() else update.sub_(base)
     padded = torch.zeros_like(base)
     torch.sub(update, base[: len(update)], out=padded[: len(update)])
     return padded
 
 
-def weights_or_update(
-    stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device, *, weights: bool
-) -> Tensor:
-    """Return some rows of an expert as a tensor: its weights if `weights`, else its update."""
-    if not weights:
-        return dense(
-            None if stored is None else _update(stored, base, dtype, device), base, dtype, device
-        )
+def update_of(stored: Update, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the update of some rows as a tensor."""
+    found = None if stored is None else _update(stored, base, dtype, device)
+    return dense(found, base, dtype, device)
+
+
+def weights_of(stored: Update, base: Tensor, device: torch.device) -> Tensor:
+    """Return W_t of some rows as it is stored."""
     assert stored is None or isinstance(stored, Tensor), "adapters are merged whole"
-    return base if stored is None else _weights(stored, base, dtype, device)
+    return base if stored is None else _weights(stored.to(device), base)
 
 
-def _weights(stored: Tensor, base: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _weights(stored: Tensor, base: Tensor) -> Tensor:
     """Return W_t, with the base's rows where the expert's table lacks rows."""
-    weights = stored.to(device).to(dtype)
-    return weights if weights.shape == base.shape else torch.cat([weights, base[len(weights) :]])
+    return stored if stored.shape == base.shape else torch.cat([stored, base[len(stored) :]])
+
+
+def seen_as(half: str | None, weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return weights in the dtype in which a method sees them: that of the computation.
+
+    If the method's steps round to the half-precision dtype in which all are stored, they stay as they are.
+    The method would cast them back.
+    """
+    steps = None if half is None else getattr(torch, half)
+    kept = all(tensor.dtype == steps for tensor in weights)
+    return list(weights) if kept else [tensor.to(dtype) for tensor in weights]
 
 
 def _square(update: Update) -> float:

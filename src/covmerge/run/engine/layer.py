@@ -25,7 +25,7 @@ from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked_factors
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
-from covmerge.run.engine.inputs import Inputs, dense, take_updates
+from covmerge.run.engine.inputs import Inputs, dense, seen_as, take_updates
 
 # Measures of merged updates, for a comparison of methods.
 
@@ -322,8 +322,11 @@ class LayerUpdates:
         thresholds: Mapping[str, float] | None,
     ) -> Iterator[LinearGroup]:
         layout = merge.layout
+        seen: Sequence[Tensor] = ()
         if method.sees == "weights":
-            views = [tuple(self._models.values())]
+            base = self._inputs.base.to(self._context.device)
+            seen = seen_as(merge.half, [base, *self._models.values()], self._context.dtype)
+            views = [tuple(seen[1:])]
         elif layout is None:
             views = [tuple(self._updates.values())]
         else:
@@ -334,7 +337,7 @@ class LayerUpdates:
         )
         errors = [()] * len(views) if layout is None else self._rounding_of(layout, views)
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
-        bases = self._bases(layout) if method.needs_base else [None] * len(views)
+        bases = seen[:1] or (self._bases(layout) if method.needs_base else [None] * len(views))
         sizes = self._base_norms(item.tensor, layout, method, len(views))
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
         for tensors, cache, rounding, low_rank, base, size in each:

@@ -31,7 +31,9 @@ from covmerge.run.engine.inputs import (
     Sources,
     in_parts,
     read_inputs,
-    weights_or_update,
+    seen_as,
+    update_of,
+    weights_of,
 )
 from covmerge.run.engine.inspect_rows import inspect_rows
 from covmerge.run.engine.layer import Change, Context, LayerUpdates, naming
@@ -55,14 +57,14 @@ def tensor_pass(
     shape = item.shape
     experts = list(item.tensor.operands)
     if method.tensor_pass.together:
-        groups = partial(_groups, item, experts, method, sources, context)
+        groups = partial(_groups, item, experts, merge, sources, context)
         with naming(item.tensor), method.naming_failures(_WORK), torch_threads(1):
             known = inspect(groups, shape, method.for_experts(merge.parameters, experts, experts))
         return dict.fromkeys(experts, known)
 
     def of(expert: str) -> Known:
         parameters = method.for_experts(merge.parameters, experts, [expert])
-        groups = partial(_groups, item, [expert], method, sources, context)
+        groups = partial(_groups, item, [expert], merge, sources, context)
         with naming(item.tensor), method.naming_failures(_WORK):
             return inspect(groups, shape, parameters)
 
@@ -87,30 +89,34 @@ def in_lanes(do: Callable[[_In], _Out], given: Sequence[_In], most: int) -> list
 def _groups(
     item: WorkItem,
     names: Sequence[str],
-    method: Method,
+    merge: Merge,
     sources: Sources,
     context: Context,
     experts: Sequence[int] | None = None,
 ) -> Iterator[LinearGroup]:
     """Yield the rows of the chosen experts of a tensor as a group, block after block."""
     assert item.at_once is not None
-    by = method.sees == "weights"
+    by = context.method(merge.method).sees == "weights"
+    dtype, device = context.dtype, context.device
     chosen = [names[place] for place in (range(len(names)) if experts is None else experts)]
     operands = [item.tensor.operands[name] for name in chosen]
     for part in item.parts(item.at_once):
         assert item.tensor.base is not None
-        stored = sources.read_rows(item.tensor.base, part.rows)
-        base = stored.to(context.device).to(context.dtype)
-        tensors = tuple(
-            weights_or_update(
-                sources.read(operand, part.rows), base, context.dtype, context.device, weights=by
-            )
+        base = sources.read_rows(item.tensor.base, part.rows).to(device)
+        read = (
+            base if operand == item.tensor.base else sources.read(operand, part.rows)
             for operand in operands
         )
+        if by:
+            models = [weights_of(rows, base, device) for rows in read]
+            base, *tensors = seen_as(merge.half, [base, *models], dtype)
+        else:
+            base = base.to(dtype)
+            tensors = [update_of(rows, base, dtype, device) for rows in read]
         yield LinearGroup(
-            () if by else tensors,
+            () if by else tuple(tensors),
             tuple(operand.weight for operand in operands),
-            models=tensors if by else (),
+            models=tuple(tensors) if by else (),
             base=base if by else None,
             streams=tuple(item.tensor.stream(name, part.first_element) for name in chosen),
         )
@@ -129,6 +135,7 @@ class Rows:
         change: the result of the merge; it may be written over.
         unrounded: the result without the rounding of the method's steps, where that loss is measured.
         compare: whether several methods are compared, so that the result is measured against the updates.
+        standing_for: how many times the loss of these rows counts, as other rows are not measured.
     """
 
     def __init__(
@@ -140,7 +147,9 @@ class Rows:
         unrounded: Change | None,
         *,
         compare: bool,
+        standing_for: float,
     ) -> None:
+        self._standing_for = standing_for
         self._item = item
         self._merge = merge
         self._layer = layer
@@ -166,14 +175,16 @@ class Rows:
         return merged
 
     def exact(self) -> Tensor:
-        return self._added(self.update())
+        merged = self.update()
+        return self._added(merged).to(merged.dtype)
 
     def rounded(self) -> Tensor:
         merged = self.update()
         exact = self._added(merged)
         rows = as_output(self._item.tensor.output, exact, "merged weights")
         lossy = rows.dtype != exact.dtype
-        lost = torch.sub(exact, rows.to(exact.dtype), out=merged) if lossy else None
+        wide = merged.dtype
+        lost = torch.sub(exact.to(wide), rows.to(wide), out=merged) if lossy else None
         self.facts["rounding"] = 0.0 if lost is None else square_norm(lost)
         return rows.cpu()
 
@@ -215,7 +226,8 @@ class Rows:
         square = square_norm(update)
         base = self._layer.base
         whole = update + base() if unrounded.weights is None else unrounded.weights
-        return {"lost": square_norm(whole - exact), "update": square}
+        times = self._standing_for
+        return {"lost": times * square_norm(whole - exact), "update": times * square}
 
 
 def work(
@@ -286,11 +298,11 @@ def _in_parts(item: WorkItem, merge: Merge, inputs: Inputs, context: Context) ->
     parts: list[Mapping[str, Any]] = []
     done = 0
     for part, part_inputs in in_parts(item, inputs, context.device):
-        result = _merged(
-            LayerUpdates([part], part_inputs, context), part, merge, context, thresholds
-        )
+        layer = LayerUpdates([part], part_inputs, context)
         if part is item:
-            return result
+            return _merged(layer, item, merge, context, thresholds)
+        standing_for = 0.0 if parts else item.shape[0] / part.shape[0]
+        result = _merged(layer, part, merge, context, thresholds, standing_for)
         (merged,) = result.tensors
         if rows is None:
             rows = merged.new_empty(item.shape)
@@ -326,10 +338,17 @@ def _merged(
     merge: Merge,
     context: Context,
     thresholds: Mapping[str, Mapping[str, float]],
+    standing_for: float = 1.0,
 ) -> Result:
-    unrounded = layer.unrounded(item, merge, thresholds)
+    """Merge some rows, and measure the loss to half-precision steps, which takes a second merge.
+
+    Of an item in parts, it is measured in the first, `standing_for` times as many rows as it has.
+    """
+    unrounded = layer.unrounded(item, merge, thresholds) if standing_for else None
     change = layer.change(item, merge, thresholds)
-    rows = Rows(item, merge, layer, change, unrounded, compare=context.compare)
+    rows = Rows(
+        item, merge, layer, change, unrounded, compare=context.compare, standing_for=standing_for
+    )
     return item.tensor.form.encode(rows, item.tensor.output)
 
 
@@ -371,8 +390,8 @@ def _count(
 
 
 def _added_up(parts: Sequence[Mapping[str, Any]]) -> dict[str, Json]:
-    """Return the measurements of a whole item from those of its parts."""
-    return {key: _added([part[key] for part in parts]) for key in parts[0]}
+    """Return the measurements of a whole item from those of its parts; the first part has all of them."""
+    return {key: _added([part[key] for part in parts if key in part]) for key in parts[0]}
 
 
 def _added(values: Sequence[Any]) -> Json:
