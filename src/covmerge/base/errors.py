@@ -99,7 +99,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("zzz", ["ties", "ace"])
         ' Known: ace, ties.'
     """
-    names = set(known)
+    names = sorted(set(known))
     near = get_close_matches(name, names, n=1)
     if near:
         return f" Did you mean '{near[0]}'?"

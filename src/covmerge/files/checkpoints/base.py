@@ -174,6 +174,11 @@ class Kind(Protocol):
         del name
         return False
 
+    def owner(self, name: str) -> Kind:
+        """Return the checkpoint that stores a tensor: an expert, if this one stands for a base."""
+        del name
+        return self
+
     def held(self, name: str, elements: int) -> int:
         """Return how many elements are held in memory while `elements` elements of a tensor are read."""
         del name

@@ -206,7 +206,7 @@ class Donor(View):
         return names if self.order is None else sorted(names, key=_section)
 
     def owner(self, name: str) -> Checkpoint:
-        """Return the expert whose tensor it is."""
+        """Return the expert that stores a tensor."""
         return self._owners[name]
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

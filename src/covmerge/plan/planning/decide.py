@@ -11,7 +11,6 @@ from covmerge.base.errors import RecipeError
 from covmerge.base.settings import Hint
 from covmerge.base.types import Role, TensorHeader
 from covmerge.files.quantised.view import scales_of_codes
-from covmerge.files.tensors.shown import Donor
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER
 from covmerge.plan.planning.align import Alignment, Model
@@ -91,11 +90,10 @@ def _base_operand(
     name: str, base: Model, operands: Mapping[str, Operand], models: Mapping[str, Model]
 ) -> Operand:
     """Return the base's tensor; without a base the expert's that stands for it, which is read once."""
-    if isinstance(base.checkpoint, Donor):
-        owner = base.checkpoint.owner(name)
-        for expert, operand in operands.items():
-            if models[expert].checkpoint is owner and operand.tensor == name:
-                return operand
+    owner = base.checkpoint.owner(name)
+    for expert, operand in operands.items():
+        if models[expert].checkpoint is owner and operand.tensor == name:
+            return operand
     return Operand(BASE, name)
 
 

@@ -112,7 +112,8 @@ def tensor_entries(plan: Plan, done: Sequence[Mapping[str, Json]]) -> dict[str, 
     An entry holds `update_norm`: ‖Δ_t‖_F by expert; `merged_norm`: ‖W̄ − W_0‖_F; `rounding_loss`: the
     share of the merged update lost to the output dtype; `arithmetic`: the half-precision dtype that the
     method computed in; where they were measured, `unrounded_norm`: ‖Ŵ − W_0‖_F of the same merge Ŵ in
-    the recipe's dtype, and `arithmetic_loss`: ‖Ŵ − W̄‖_F / ‖Ŵ − W_0‖_F; `matrices`: the method's
+    the recipe's dtype, and `arithmetic_loss`: ‖Ŵ − W̄‖_F / ‖Ŵ − W_0‖_F, both estimated from the first
+    rows where a tensor is merged in parts; `matrices`: the method's
     diagnostics of each matrix; `adapter`: facts about the tensor in an output adapter, or `left_out`
     where the adapter has no place for the tensor; `quantised`: the packed format, ‖Q(W̄) − W̄‖/‖W̄‖,
     and the share of the update that is kept (see the top of this module).
