@@ -86,7 +86,8 @@ REASONS = {
     "a question, or something to look at or to decide, which nobody but the reader can": [
         r"^run/export/(parents|companions|adapter)\.py: ",
         r"^run/inspection/|^run/judgement/judge\.py: "
-        r"(: a layer of its own|: \{\}\. Swapped|has other rows|(equals|differs from) the base|did not change)",
+        r"(: a layer of its own|: \{\}\. Swapped|has other rows|did not change"
+        r"|(equals|differs from) the base)",
         r"^front/reporting/",
         r"^run/experts\.py: ",
         r"^run/verification/(verify\.py: (were|: store)|files\.py: )",
