@@ -1,6 +1,7 @@
 """Several recipes in a file: stages that name each other's outputs."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from covmerge.errors import RecipeError
 from covmerge.front.cli import app
 from covmerge.plan.recipe import load_recipe
 from covmerge.plan.recipe.load import load_stages
+from tests.advised import advice
 from tests.mergekit.models import save_models
 
 MEAN = """
@@ -187,7 +189,8 @@ class TestMerging:
         file = file_of(here, *stages)
         ran = run(file, "out")
         assert ran.exit_code == 2
-        assert "give each recipe a file, and merge one after the other" in ran.output
+        said = advice("no `experts`: give each recipe a file, and merge one after the other")
+        assert re.search(said, ran.output)
         for number, (base, out) in enumerate((("./llama/t0", "soup"), ("soup", "out"))):
             (here / f"{number}.yml").write_text(f"base: {base}\n{experts}")
             assert run(f"{number}.yml", out).exit_code == 0
