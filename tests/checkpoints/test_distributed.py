@@ -311,7 +311,7 @@ def test_local_states_of_fsdp_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"pytorch_model_fsdp_rank{rank}.bin").write_bytes(b"")
     said = advice(
-        "load the checkpoint where it was trained, save it with fsdp_state_dict_type SHARDED_STATE_DICT"
+        "load it where it was trained, and pass what fsdp_state_dict_type SHARDED_STATE_DICT saves"
     )
     with pytest.raises(CheckpointError, match=said):
         open_checkpoint(tmp_path)

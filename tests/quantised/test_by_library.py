@@ -125,7 +125,7 @@ def test_it_may_be_said_in_a_file_of_its_own(tmp_path, case, file, stated):
 def test_what_hqq_itself_saves_says_nothing_of_it_in_its_config(tmp_path):
     """`AutoHQQHFModel.save_to_safetensors`."""
     said = advice(
-        "load it there by AutoHQQHFModel.from_quantized, save it by AutoHQQHFModel.save_to_safetensors"
+        "load it there by AutoHQQHFModel.from_quantized, and pass the folder of its save_to_safetensors"
     )
     (tmp_path / "qmodel.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=said):

@@ -57,11 +57,11 @@ _OF_HQQ = ".encoded_state_dict"  # part of a layer, in files that HQQ itself sav
 _UNREAD = {
     re.compile(r"qmodel\.pt"): (
         "HQQ's own modules, nested in a pickle",
-        "load it there by AutoHQQHFModel.from_quantized, save it by AutoHQQHFModel.save_to_safetensors",
+        "load it there by AutoHQQHFModel.from_quantized, and pass the folder of its save_to_safetensors",
     ),
     re.compile(r"pytorch_model_fsdp_rank[0-9]+\.bin", re.ASCII): (
         "FSDP's local state of one rank, flat and without names of parameters",
-        "load the checkpoint where it was trained, save it with fsdp_state_dict_type SHARDED_STATE_DICT",
+        "load it where it was trained, and pass what fsdp_state_dict_type SHARDED_STATE_DICT saves",
     ),
 }
 
@@ -312,7 +312,7 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     others = sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and not is_of_training(n))
     for name, (pattern, (what, how)) in product(others, _UNREAD.items()):
         if pattern.fullmatch(name):
-            raise CheckpointError(f"{where} holds {name}, {what}: {how}, and pass that folder")
+            raise CheckpointError(f"{where} holds {name}, {what}: {how}")
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
