@@ -4,10 +4,11 @@ import gc
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from copy import copy
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,9 @@ from covmerge.front.cli import machine
 from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from tests.covering import EVERYTHING, covering
+
+# Nothing that is imported is garbage; `pytest_collection_finish` has it looked for again.
+gc.disable()
 
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
 # `pytest --hypothesis-profile=default`.
@@ -114,6 +118,15 @@ def _everything(config: pytest.Config) -> bool:
     return config.getoption("--nightly") or any("::" in own for own in config.args)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Generator[None, list, list]:
+    """A file of tests without examples in docstrings is not looked through for these, too."""
+    found = yield
+    if file_path.name.startswith("test_") and b">>>" not in file_path.read_bytes():
+        return [own for own in found if type(own) is pytest.Module]
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what runs at night alone, and put files with slow tests first.
 
@@ -159,3 +172,4 @@ def pytest_collection_finish() -> None:
     """What was imported lives to the end: nobody need look through it for garbage time and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -31,6 +31,8 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute):
+        if attribute.startswith("_"):  # pytest asks all that a module holds for marks of its own
+            raise AttributeError(attribute)
         with warnings.catch_warnings():  # of deprecated names
             warnings.simplefilter("ignore")
             return getattr(import_module(self._name), attribute)
