@@ -418,10 +418,6 @@ def _pack_words(weight: Tensor, random: Random) -> tuple[Settings, Stored]:
         zeros = torch.randint(-1, 2, scale.shape, generator=_generator(random)).to(torch.int8)
         held["weight_zero_point"] = zeros
     stored = PackedQuantizationCompressor.compress(held, scheme)
-    if strategy == "group" and random.random() < 0.15:
-        settings["config_groups"]["group_0"]["weights"]["actorder"] = "group"
-        order = torch.arange(weight.shape[1]) // more["group_size"]
-        stored["weight_g_idx"] = order[torch.randperm(len(order), generator=_generator(random))]
     return settings, {name: own.contiguous() for name, own in stored.items()}
 
 
@@ -429,7 +425,6 @@ def _read_words(settings: Settings, stored: Stored, dtype: torch.dtype) -> Tenso
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 
     assert settings["format"] == "pack-quantized" and stored["weight_packed"].dtype == torch.int32
-    assert "weight_g_idx" not in stored  # what the library does not read itself
     scheme = _scheme(settings)
     held = {**stored, "weight_scale": stored["weight_scale"].float()}
     return PackedQuantizationCompressor.decompress(held, scheme)["weight"].to(dtype)
@@ -455,7 +450,7 @@ FORMATS = {
         MATRICES,
         _pack_words,
         _read_words,
-        lambda _, stored: bool({"weight_zero_point", "weight_g_idx"} & stored.keys()),
+        lambda _, stored: "weight_zero_point" in stored,
     ),
 }  # fmt: skip
 
