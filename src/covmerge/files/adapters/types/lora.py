@@ -92,8 +92,8 @@ def _rescaled(layer: Layer, weight: Tensor, *, columns: bool) -> Tensor:
     channels, before = (w.view(layer.d_out, layer.d_in, -1) for w in (weight, layer.weight))
     magnitudes = layer[MAGNITUDE].view(1, -1, 1)
     # LyCORIS 2.2.0 had means in place of lengths. Training begins at those of the base.
-    of_means, of_lengths = (magnitudes - size(before) for size in (_means, _lengths))
-    size = _means if of_means.norm() < of_lengths.norm() else _lengths
+    of_means, of_lengths = ((magnitudes - size(before)).abs().sum() for size in (_means, _lengths))
+    size = _means if of_means < of_lengths else _lengths
     return channels.mul_(magnitudes / size(channels)).view(weight.shape)
 
 
