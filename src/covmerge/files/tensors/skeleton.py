@@ -267,7 +267,7 @@ def _without_dropped_keys(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     values = cast("Mapping[str, Any]", value)
-    if values.keys() == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
+    if set(values) == {"__float__"} and values["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(values["__float__"])
     return {k: _without_dropped_keys(v) for k, v in values.items() if not _DROPPED_KEYS.search(k)}
 
