@@ -35,12 +35,12 @@ ALIKE = BASE | {NAME.replace("_", "."): torch.eye(8, 6)}
 FILES = {
     "the base that it was trained on": (
         ({OTHER: BASE[OTHER]}, FLAT),
-        advice("or of another shape: pass the base that the adapter was trained on"),
+        advice("or is another part of the pipeline: pass the base that the adapter was trained on"),
         (BASE, FLAT),
     ),
     "one part": (
         (BASE, TWICE),
-        advice("and nothing says which is meant: remove one part from the file"),
+        advice("such as text_encoder_2, or remove one part from the file"),
         (BASE, EXACT),
     ),
     "the names of its modules": (
