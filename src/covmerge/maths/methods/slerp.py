@@ -126,27 +126,34 @@ def _length(norms: list[Tensor]) -> Tensor:
     return torch.where(whole > _SHORT, whole, torch.ones_like(whole))
 
 
-def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[Sequence[Tensor]]:
-    """Yield two tensors in parts `(1, n)` of one size, wherever the given pieces end.
+def _parts(ways: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield two tensors in parts `(1, n)` of one size, wherever the given pieces end."""
+    pieces: list[tuple[Tensor, Tensor]] = []
+    held = 0
+    for base, model in ways:
+        pieces.append((base.reshape(1, -1), model.reshape(1, -1)))
+        held += base.numel()
+        if held < _PART:
+            continue
+        first, second = _joined(pieces)
+        while first.shape[1] >= _PART:
+            yield _wide(first[:, :_PART]), _wide(second[:, :_PART])
+            first, second = first[:, _PART:], second[:, _PART:]
+        held = first.shape[1]
+        pieces = [(first, second)] if held else []
+    if pieces:
+        first, second = _joined(pieces)
+        yield _wide(first), _wide(second)
 
-    A part is valid until the next one is requested.
-    """
-    held: Sequence[Tensor] = ()
-    done = 0
-    for way in ways:
-        pair = [tensor.reshape(1, -1) for tensor in way]
-        while size := pair[0].shape[1]:
-            count = min(_PART - done, size)
-            part = [tensor[:, :count] for tensor in pair]
-            pair = [tensor[:, count:] for tensor in pair]
-            if count == _PART:
-                yield [tensor.to(wide(tensor.dtype)) for tensor in part]
-                continue
-            held = held or [t.new_empty(1, _PART, dtype=wide(t.dtype)) for t in part]
-            for whole, tensor in zip(held, part, strict=True):
-                whole[:, done : done + count] = tensor
-            done = (done + count) % _PART
-            if not done:
-                yield held
-    if done:
-        yield [whole[:, :done] for whole in held]
+
+def _joined(pieces: list[tuple[Tensor, Tensor]]) -> Sequence[Tensor]:
+    """Return each of the two tensors in one piece; the list is emptied to free the pieces."""
+    if len(pieces) == 1:
+        return pieces.pop()
+    joined = [torch.cat([piece[which] for piece in pieces], dim=1) for which in (0, 1)]
+    pieces.clear()
+    return joined
+
+
+def _wide(part: Tensor) -> Tensor:
+    return part.to(wide(part.dtype))
