@@ -320,7 +320,7 @@ def test_a_part_of_the_model_in_another_file_is_refused(tmp_path, file):
     said = advice(
         "Merge that file by itself (pass the files in place of the folders), and the rest after"
     )
-    with pytest.raises(CheckpointError, match=f"base: {file} holds 1 tensors .*{said}"):
+    with pytest.raises(CheckpointError, match=f"base: {file} holds 1 tensor .*{said}"):
         covmerge.merge(tmp_path / "base", {"a": tmp_path / "a"}, "average", tmp_path / "out")
     # As it says: each by itself.
     covmerge.merge(

@@ -299,7 +299,7 @@ def test_tokenizers(bert):
         (bert / name / "tokenizer.json").write_text(json.dumps(content))
     (warning,) = (f for f in inspect(bert).findings if "tokenizer" in f.text)
     assert warning.expert == "b"
-    assert "1 tokens added (such as '<think>'), 2 tokens with another number" in warning.text
+    assert "1 token added (such as '<think>'), 2 tokens with another number" in warning.text
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_tokenizers(bert):
             "tokenizer.json",
             {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": 3},
             {"model": {"vocab": [["b", -1.0], 7, [], None]}, "added_tokens": [5]},
-            "1 tokens missing (such as 'a'), 1 tokens with another number (such as 'b')",
+            "1 token missing (such as 'a'), 1 token with another number (such as 'b')",
         ),
         ("tokenizer.json", {"model": {}}, [], "is another file than the base's"),
         ("vocab.txt", "a b", "b a", "is another file than the base's"),

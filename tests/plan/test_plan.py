@@ -224,7 +224,7 @@ class TestExtra:
 
     def test_a_head_of_one_shape_everywhere_is_noted(self):
         same = state(classifier__weight=(2, 4))
-        plan = plan_for(same, {"a": same})
+        plan = plan_for(same, {"a": same, "b": same})
         said = advice("so it is merged; if it is a task head, keep one per expert by ")
         assert any(re.search(said, note) for note in plan.notes)
         kept = plan_for(same, {"a": same}, rules=[{"match": "classifier.*", "use": "head"}])

@@ -182,7 +182,7 @@ def test_an_adapters_own_tokens_go_with_it_once_it_is_folded(folder):
 
     alone = recipe(folder, ("own",), base="padded", tokenizer=None)
     (note,) = [note for note in plan_recipe(alone)[0].notes if "its tokenizer" in note]
-    assert "1 tokens added (such as '<own>'). An adapter is merged by the base's" in note
+    assert "1 token added (such as '<own>'). An adapter is merged by the base's" in note
     step = advice(
         "Fold it into its base first, copy its tokenizer's files into that folder, and merge the folder by"
     )
