@@ -25,8 +25,8 @@ rate of sums over memory. Both rates are measured in every round. `difference` i
 ‖covmerge − theirs‖ / ‖theirs‖.
 
 The work (`least FLOPs`) of ACE, ACTMat, WUDI and `auto` is the least known: sums and one solve in float32,
-symmetric products at half cost, and for `auto` the spectrum of the sum. That nothing is cut off, refined or done
-again in float64 is taken for granted: where the data want it, the efficiency pays. TSV-M, Iso-C and
+symmetric products at half cost, and for `auto` the spectrum of the sum. That nothing is cut off, refined
+or done again in float64 is taken for granted: where the data want it, the efficiency pays. TSV-M, Iso-C and
 Iso-CTS have the FLOPs that they declare of their route (`covmerge explain`), whatever the data: how near
 LAPACK and products in float64 come to float32's products, and not whether less would do. There long thin
 products count half as much again. A float64 operation counts as two, and an eigenproblem with its vectors
