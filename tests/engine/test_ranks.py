@@ -28,7 +28,7 @@ from covmerge.run.engine.executor import own_first, shares
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.ranks.rank import Rank, find_rank
 from covmerge.run.engine.ranks.reading import SharedHashing, Sharing
-from covmerge.run.engine.ranks.session import Session
+from covmerge.run.engine.ranks.session import LeaderGoneError, Session
 from covmerge.run.verification import WeightsCheck
 from tests.advised import advice
 from tests.e2e.test_resume import save_plain
@@ -540,6 +540,15 @@ def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path
     assert "pass resume=True to go on" in str(first)
     assert "found no rank that leads" in str(second)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_is_late_ends_while_the_folder_is_being_removed(tmp_path):
+    """Its own file was gone, and the folder was not yet: "cannot write"."""
+    with Session(tmp_path, Rank(0, 2), PATIENCE, None) as leading:
+        with Session(tmp_path, Rank(1, 2), PATIENCE, leading.who) as late:
+            (tmp_path / f"{late.who}.jsonl").unlink()
+            with pytest.raises(LeaderGoneError):
+                late.tell({})
 
 
 def test_what_a_killed_merge_left_without_its_files_is_nobodys_to_join(plain, whole, tmp_path):

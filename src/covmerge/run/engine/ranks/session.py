@@ -107,8 +107,10 @@ class Session:
         """
         try:
             self._ledger.append(record)
-        except InputError:
+        except InputError as error:
             self.check()
+            if not self.leads and isinstance(error.__cause__, FileNotFoundError):
+                raise LeaderGoneError from error  # the folder is being removed, file by file
             raise
 
     def failed(self, stage: int | str, error: Exception) -> None:
