@@ -544,11 +544,13 @@ def test_unfinished_work_is_gone_on_with_only_where_that_is_said(plain, tmp_path
 
 def test_a_rank_that_is_late_ends_while_the_folder_is_being_removed(tmp_path):
     """Its own file was gone, and the folder was not yet: "cannot write"."""
-    with Session(tmp_path, Rank(0, 2), PATIENCE, None) as leading:
-        with Session(tmp_path, Rank(1, 2), PATIENCE, leading.who) as late:
-            (tmp_path / f"{late.who}.jsonl").unlink()
-            with pytest.raises(LeaderGoneError):
-                late.tell({})
+    with (
+        Session(tmp_path, Rank(0, 2), PATIENCE, None) as leading,
+        Session(tmp_path, Rank(1, 2), PATIENCE, leading.who) as late,
+    ):
+        (tmp_path / f"{late.who}.jsonl").unlink()
+        with pytest.raises(LeaderGoneError):
+            late.tell({})
 
 
 def test_what_a_killed_merge_left_without_its_files_is_nobodys_to_join(plain, whole, tmp_path):
