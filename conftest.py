@@ -19,9 +19,6 @@ from covmerge.methods import registry
 from covmerge.steps import registry as steps
 from tests.covering import EVERYTHING, covering
 
-# Nothing that is imported is garbage; `pytest_collection_finish` has it looked for again.
-gc.disable()
-
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
 # `pytest --hypothesis-profile=default`.
 settings.register_profile(
@@ -119,6 +116,16 @@ def _everything(config: pytest.Config) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage meanwhile: what is imported is none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Generator[None, list, list]:
     """A file of tests without examples in docstrings is not looked through for these, too."""
     found = yield
@@ -172,4 +179,3 @@ def pytest_collection_finish() -> None:
     """What was imported lives to the end: nobody need look through it for garbage time and again."""
     gc.collect()
     gc.freeze()
-    gc.enable()

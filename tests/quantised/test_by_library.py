@@ -122,8 +122,8 @@ def test_it_may_be_said_in_a_file_of_its_own(tmp_path, case, file, stated):
     assert torch.equal(open_plain(tmp_path).read("fc.weight"), LAYERS[case]["expected"])
 
 
-def test_what_hqq_itself_saves_says_nothing_of_it_in_its_config(tmp_path):
-    """`AutoHQQHFModel.save_to_safetensors`."""
+def test_a_pickle_of_hqq_is_refused(tmp_path):
+    """`AutoHQQHFModel.save_to_safetensors` is advised in its place."""
     said = advice(
         "load it there by AutoHQQHFModel.from_quantized, and pass the folder of its save_to_safetensors"
     )

@@ -103,7 +103,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     near = get_close_matches(name, names, n=1)
     if near:
         return f" Did you mean '{near[0]}'?"
-    return f" Known: {', '.join(sorted(names))}." if names else ""
+    return f" Known: {', '.join(names)}." if names else ""
 
 
 def pattern_meant(pattern: str, names: Collection[str]) -> str:

@@ -156,7 +156,7 @@ def untouched(
         yield Finding(
             Severity.WARNING,
             "differs from the base by no more than the rounding of its weights, in every tensor: was it "
-            "trained, or saved? Methods for matrices take such layers as unchanged",
+            "trained, or saved? Methods for matrices may take such layers as unchanged",
             expert,
         )
         return
@@ -201,7 +201,9 @@ def untouched(
 
 
 def _is_as_the_base(layer: LayerSums, expert: str, rounding: float) -> bool:
-    return layer.norm(expert) <= rounding * sqrt(layer.base)
+    # Entries of a vector may be alike, and so may their errors: each is at most √3 standard deviations.
+    most = rounding if layer.is_matrix else sqrt(3) * rounding
+    return layer.norm(expert) <= most * sqrt(layer.base)
 
 
 def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | None:
@@ -363,16 +365,18 @@ def judge(
 
 
 def _largest_rounding(base: Checkpoint, expert: Checkpoint) -> float:
-    """Return the largest ‖Δ‖ / ‖W_0‖ that rounding of the base's weights to the expert's dtype can give.
+    """Return the largest ‖Δ‖ / ‖W_0‖ of a matrix that rounding to the expert's dtype can give.
 
-    The error of a weight w has a standard deviation of at most eps·|w| / √12. It is 0 if some tensor of
-    the base is as coarse as the expert's, because such weights are not rounded again.
+    The error of a weight w has a standard deviation of at most eps·|w| / √12. The result is 0 if some
+    tensor of the base is as coarse as the expert's, because such weights are not rounded again.
     """
+    if expert.is_adapter:
+        return 0.0
     eps, of_base = (
         [torch.finfo(h.dtype).eps for h in each.headers.values() if h.dtype.is_floating_point]
         for each in (expert, base)
     )
-    if expert.is_adapter or not eps or not of_base or min(eps) <= max(of_base):
+    if not eps or not of_base or min(eps) <= max(of_base):
         return 0.0
     return min(eps) / sqrt(12)
 
