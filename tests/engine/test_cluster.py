@@ -37,7 +37,7 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head that does nothing itself, and two nodes."""
+    """A head and a node, each of one core."""
     with pytest.MonkeyPatch.context() as patch:
         # Else its workers wait for whatever runs beside these tests.
         patch.setenv("RAY_worker_niceness", "0")
@@ -52,11 +52,10 @@ def _cluster():
 
 def _started(attempts):
     """Ray gives a node half a minute to start, which is too little on a busy machine."""
-    head = {**NODE, "num_cpus": 0, "include_dashboard": False}
     found = cluster_utils.Cluster()
     try:
-        for node in (head, NODE, NODE):
-            found.add_node(**node)
+        found.add_node(**NODE, include_dashboard=False)
+        found.second = found.add_node(**NODE)
     except Exception as error:
         found.shutdown()
         if attempts == 1 or "timed out during startup" not in str(error):
@@ -72,21 +71,6 @@ def plain(tmp_path_factory):
 
 # Ray's own processes and sockets end when they end.
 quiet = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
-
-
-@quiet
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [pytest.param("ace", marks=pytest.mark.nightly), "ties"])
-def test_the_same_bytes_as_threads(cluster, plain, tmp_path, method):
-    """With an output of several files, which are verified by tasks."""
-    given = (*plain, method)
-    covmerge.merge(*given, tmp_path / "threads", shard_size="100KB")
-    out = tmp_path / "ray"
-    on = {"executor": "ray", "address": cluster.address}
-    merged = covmerge.merge(*given, out, shard_size="100KB", **on)
-    assert merged.verification.ok
-    assert contents(out) == contents(tmp_path / "threads")
-    assert len(list(out.glob("model-*.safetensors"))) > 2
 
 
 class LoseANode:
@@ -109,47 +93,6 @@ class LoseANode:
 
 @quiet
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [pytest.param("ace", marks=pytest.mark.nightly), "ties"])
-def test_a_node_that_is_lost(cluster, plain, tmp_path, method):
-    covmerge.merge(*plain, method, tmp_path / "whole")
-    losing = LoseANode(cluster, cluster.add_node(**NODE))
-    covmerge.merge(
-        *plain, method, tmp_path / "out", executor="ray", address=cluster.address, progress=losing
-    )
-    assert losing.lost
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@quiet
-@pytest.mark.slow
-def test_where_the_only_node_that_is_large_enough_is_lost_the_merge_says_so_and_waits(
-    cluster, plain, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(executor, "PROCESS_HOLDS", 2**40)
-    monkeypatch.setattr(executor, "_CHECKS_EVERY", 1.0)
-    large = {**NODE, "memory": 2**41}  # as it is told, for no machine has as much
-    losing, later, said = LoseANode(cluster, cluster.add_node(**large)), [], []
-
-    def a_new_node(message, *_):
-        said.append(str(message))
-        if not later:
-            later.append(cluster.add_node(**large))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", a_new_node)
-        how = {"executor": "ray", "address": cluster.address, "progress": losing}
-        covmerge.merge(*plain, "ace", tmp_path / "out", **how)
-    cluster.remove_node(later[0])
-    assert losing.lost
-    assert any(
-        "no node of the cluster may give more" in each and "waits for" in each for each in said
-    )
-    covmerge.verify(tmp_path / "out")
-
-
-@quiet
-@pytest.mark.slow
 def test_what_a_cluster_began_is_resumed_by_threads(cluster, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # as within `ray job submit`
     stop = InterruptAfter(5)
@@ -159,46 +102,6 @@ def test_what_a_cluster_began_is_resumed_by_threads(cluster, plain, tmp_path, mo
     assert done.run["resumed_items"] >= 5
     covmerge.merge(*plain, "ace", tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@quiet
-@pytest.mark.slow
-def test_who_was_in_the_cluster_before_stays_in_it(cluster, plain, tmp_path):
-    """And an interrupted merge, whose tasks it would not end by leaving, has waited for them."""
-    covmerge.merge(*plain, "ace", tmp_path / "whole")
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    on = {"executor": "ray", "address": cluster.address}
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            covmerge.merge(*plain, "ace", tmp_path / "out", progress=InterruptAfter(5), **on)
-        assert ray.is_initialized()
-        covmerge.merge(*plain, "ace", tmp_path / "out", resume=True, **on)
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@quiet
-@pytest.mark.slow
-def test_an_error_in_a_task_ends_the_merge(cluster, plain, tmp_path):
-    base, experts = plain
-    bad = load_file(experts["e1"])
-    bad["layers.7.proj.weight"][2, 3] = float("nan")
-    save_file(bad, tmp_path / "bad.safetensors")
-    given = {**experts, "e1": tmp_path / "bad.safetensors"}
-    out = tmp_path / "out"
-    with pytest.raises(TensorError, match=r"layers\.7.*first at \[2, 3\]"):
-        covmerge.merge(base, given, "average", out, executor="ray", address=cluster.address)
-    with pytest.raises(ResourceError, match="no node of the cluster may give more than"):
-        covmerge.merge(
-            base, experts, "ace", out, executor="ray", address=cluster.address, max_memory="100MB"
-        )
-    said = advice("a merge in memory cannot be shared by machines: leave out --executor ray")
-    with pytest.raises(InputError, match=said):
-        covmerge.merge(base, experts, "ace", executor="ray", address=cluster.address)
-    assert covmerge.merge(base, experts, "ace").tensors
-    assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
 
 
 @quiet
@@ -229,6 +132,100 @@ def test_the_device_is_that_of_the_node(cluster, plain, tmp_path):
     finally:
         cluster.remove_node(node)
     assert list(tmp_path.iterdir()) == []
+
+
+@quiet
+@pytest.mark.slow
+class TestWithinOneJob:
+    """Merges of a process that is in the cluster; so the cluster's processes start once for all of them."""
+
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def joined(cls, cluster):
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+    @pytest.mark.parametrize("method", [pytest.param("ace", marks=pytest.mark.nightly), "ties"])
+    def test_the_same_bytes_as_threads(self, cluster, plain, tmp_path, method):
+        """With an output of several files, which are verified by tasks."""
+        given = (*plain, method)
+        covmerge.merge(*given, tmp_path / "threads", shard_size="100KB")
+        out = tmp_path / "ray"
+        on = {"executor": "ray", "address": cluster.address}
+        merged = covmerge.merge(*given, out, shard_size="100KB", **on)
+        assert merged.verification.ok
+        assert contents(out) == contents(tmp_path / "threads")
+        assert len(list(out.glob("model-*.safetensors"))) > 2
+
+    def test_who_was_in_the_cluster_before_stays_in_it(self, cluster, plain, tmp_path):
+        """And an interrupted merge, whose tasks it would not end by leaving, has waited for them."""
+        covmerge.merge(*plain, "ace", tmp_path / "whole")
+        on = {"executor": "ray", "address": cluster.address}
+        with pytest.raises(KeyboardInterrupt):
+            covmerge.merge(*plain, "ace", tmp_path / "out", progress=InterruptAfter(5), **on)
+        assert ray.is_initialized()
+        covmerge.merge(*plain, "ace", tmp_path / "out", resume=True, **on)
+        assert ray.is_initialized()
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+    def test_an_error_in_a_task_ends_the_merge(self, cluster, plain, tmp_path):
+        base, experts = plain
+        bad = load_file(experts["e1"])
+        bad["layers.7.proj.weight"][2, 3] = float("nan")
+        save_file(bad, tmp_path / "bad.safetensors")
+        given = {**experts, "e1": tmp_path / "bad.safetensors"}
+        out = tmp_path / "out"
+        with pytest.raises(TensorError, match=r"layers\.7.*first at \[2, 3\]"):
+            covmerge.merge(base, given, "average", out, executor="ray", address=cluster.address)
+        with pytest.raises(ResourceError, match="no node of the cluster may give more than"):
+            covmerge.merge(
+                base,
+                experts,
+                "ace",
+                out,
+                executor="ray",
+                address=cluster.address,
+                max_memory="100MB",
+            )
+        said = advice("a merge in memory cannot be shared by machines: leave out --executor ray")
+        with pytest.raises(InputError, match=said):
+            covmerge.merge(base, experts, "ace", executor="ray", address=cluster.address)
+        assert covmerge.merge(base, experts, "ace").tensors
+        assert [path.name for path in tmp_path.iterdir()] == ["bad.safetensors"]
+
+    def test_a_node_that_is_lost(self, cluster, plain, tmp_path):
+        covmerge.merge(*plain, "ties", tmp_path / "whole")
+        losing = LoseANode(cluster, cluster.second)
+        how = {"executor": "ray", "address": cluster.address, "progress": losing}
+        covmerge.merge(*plain, "ties", tmp_path / "out", **how)
+        assert losing.lost
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+    def test_where_the_only_node_that_is_large_enough_is_lost_the_merge_says_so_and_waits(
+        self, cluster, plain, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(executor, "PROCESS_HOLDS", 2**40)
+        monkeypatch.setattr(executor, "_CHECKS_EVERY", 1.0)
+        large = {**NODE, "memory": 2**41}  # as it is told, for no machine has as much
+        losing, later, said = LoseANode(cluster, cluster.add_node(**large)), [], []
+
+        def a_new_node(message, *_):
+            said.append(str(message))
+            if not later:
+                later.append(cluster.add_node(**large))
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            monkeypatch.setattr(warnings, "showwarning", a_new_node)
+            how = {"executor": "ray", "address": cluster.address, "progress": losing}
+            covmerge.merge(*plain, "ace", tmp_path / "out", **how)
+        cluster.remove_node(later[0])
+        assert losing.lost
+        assert any(
+            "no node of the cluster may give more" in each and "waits for" in each for each in said
+        )
+        covmerge.verify(tmp_path / "out")
 
 
 @pytest.fixture(scope="module")
