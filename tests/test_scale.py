@@ -97,7 +97,11 @@ def cluster(machine):
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=pytest.mark.nightly if "ray" in c else ()) for c in COMMANDS],
+    # The script of `sbatch` runs `srun`.
+    [
+        pytest.param(c, marks=pytest.mark.nightly if "ray" in c or c.startswith("srun") else ())
+        for c in COMMANDS
+    ],
 )
 def test_commands(machine, request, command):
     folder, environment = machine

@@ -26,6 +26,7 @@ from covmerge.run.engine.threads import Threads
 from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
+from tests.forked import fork_workers
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -113,8 +114,9 @@ def test_each_worker_takes_a_gpu(plain, monkeypatch):
 
 @no_gpu
 @pytest.mark.slow
-def test_a_worker_computes_on_its_own_device(plain):
+def test_a_worker_computes_on_its_own_device(plain, monkeypatch):
     """Not on that of whoever started it; where there is none it says so."""
+    fork_workers(monkeypatch)
     plan, (base, experts) = plan_of(plain), plain
     batches = [(index, (item,)) for index, item in enumerate(plan.items)]
     with open_checkpoints(base, experts, {}) as opened:

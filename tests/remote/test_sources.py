@@ -27,6 +27,7 @@ from covmerge.files.stores.store import StoredFile
 from covmerge.run.verification import verify
 from tests.advised import advice
 from tests.checkpoints.test_distributed import save as save_shards
+from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 from tests.remote.conftest import Bucket
 from tests.remote.servers import KEYS, Server, cut, files, late, serving, status
@@ -307,6 +308,7 @@ def test_a_web_server_without_ranges_or_versions(tmp_path: Path, models, monkeyp
 def test_a_file_without_versions_that_changes_is_noticed(
     tmp_path: Path, models, monkeypatch
 ) -> None:
+    fork_workers(monkeypatch)
     base, experts = models
     weights = tmp_path / "expert.safetensors"
     shutil.copy(experts["e0"], weights)
