@@ -101,7 +101,9 @@ class SmallText(Small, TextSuite):
             )
 
 
-@pytest.fixture(scope="module", params=[SmallLlm, SmallText])
+@pytest.fixture(
+    scope="module", params=[pytest.param(SmallLlm, marks=pytest.mark.nightly), SmallText]
+)
 def bench(request, tmp_path_factory):
     bench = Bench(
         request.param(tmp_path_factory.mktemp("cache"), quick=True), Inline(), Console(quiet=True)

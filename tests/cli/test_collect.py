@@ -1,8 +1,6 @@
 """`covmerge collect`: what it prints, and how it ends."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from rich.console import Console
@@ -10,7 +8,7 @@ from rich.console import Console
 from covmerge.front.cli.progress import ExamplesProgress
 from covmerge.plan.statistics import StatisticsFile
 from tests.cli.runs import covmerge, words
-from tests.cli.test_light import WITHOUT_TORCH
+from tests.cli.test_light import printed_without_torch
 from tests.statistics.models import classifier, save, write_texts
 
 OUT = "a.covstats.safetensors"
@@ -92,16 +90,14 @@ def test_bad_input(case, expert, tmp_path, monkeypatch):
 
 
 def test_help_comes_without_torch_and_fits():
-    code = WITHOUT_TORCH.format(arguments=["collect", "--help"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    text, _ = printed_without_torch([["collect", "--help"]])
+    assert max(map(len, text.splitlines())) <= 80
     for flag in (
         "kind", "max-examples", "labels", "seed", "max-length", "tokenizer", "text-column",
         "pair-column", "label-column", "base", "batch-size",
         "device", "max-memory", "overwrite", "json",
     ):  # fmt: skip
-        assert f"--{flag} " in done.stdout
+        assert f"--{flag} " in text
 
 
 class Clock:
