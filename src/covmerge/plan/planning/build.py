@@ -23,13 +23,7 @@ from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Unit
 from covmerge.plan.planning.adapter import AdapterPlan, plan_adapter
 from covmerge.plan.planning.adapter_names import form_of
-from covmerge.plan.planning.align import (
-    Alignment,
-    Model,
-    align,
-    check_same_architecture,
-    stored_ties,
-)
+from covmerge.plan.planning.align import Alignment, align, check_same_architecture, stored_ties
 from covmerge.plan.planning.costs import Costs, shape_of
 from covmerge.plan.planning.data import (
     Statistics,
@@ -40,17 +34,14 @@ from covmerge.plan.planning.data import (
 )
 from covmerge.plan.planning.decide import check_without_base, head_names_of, plan_tensors
 from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.notes import plan_notes
 from covmerge.plan.planning.operations import Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import quantised
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.types import Plan, PlannedPass, Quantised
 from covmerge.plan.planning.varied import as_mergekit
-from covmerge.plan.planning.work import (
-    TOGETHER_ELEMENTS,
-    TensorPlan,
-    WorkItem,
-)
+from covmerge.plan.planning.work import TOGETHER_ELEMENTS, TensorPlan, WorkItem
 from covmerge.plan.recipe import Recipe
 
 # Elementwise work uses row blocks of about this many elements. They are large enough for sequential
@@ -89,9 +80,9 @@ def build_plans(
             "the recipe has no base, and what is measured are updates of one: give a base"
         )
     base_model = Model.of(base)
-    models = {name: Model.of(expert) for name, expert in experts.items()}
-    for name, model in models.items():
-        check_same_architecture(base_model, name, model)
+    models = {name: Model.of(expert, name) for name, expert in experts.items()}
+    for model in models.values():
+        check_same_architecture(base_model, model)
     inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
     drafts = _of_same_tensors([_draft(recipe, chosen, inputs) for recipe, chosen in named], base)
@@ -161,7 +152,7 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
     key = recipe.model_dump_json(include={"tensors", "rules"})
     if key not in inputs.aligned:
         inputs.aligned[key] = {
-            name: align(base, name, model, recipe.tensors, rules.chosen_use)
+            name: align(base, model, recipe.tensors, rules.chosen_use)
             for name, model in models.items()
         }
     alignments = inputs.aligned[key]

@@ -11,8 +11,8 @@ import torch
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.methods.registry import cost_with
-from covmerge.plan.planning.align import Model
 from covmerge.plan.planning.data import Statistics
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem, experts_at_once, parts_at_once
 

@@ -13,8 +13,9 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.quantised.view import scales_of_codes
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER
-from covmerge.plan.planning.align import Alignment, Model
+from covmerge.plan.planning.align import Alignment
 from covmerge.plan.planning.forms import ModelTensor
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import BASE, Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.work import TensorPlan

@@ -12,7 +12,8 @@ from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role
 from covmerge.maths.methods import registry
-from covmerge.plan.planning.align import Alignment, Model
+from covmerge.plan.planning.align import Alignment
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.slices import Layers
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe, Rule
