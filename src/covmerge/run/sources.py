@@ -209,7 +209,7 @@ class OpenCheckpoints:
             for key, checkpoint in self.all()
         }
         for name, file in self.statistics.items():
-            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
+            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
         return found
 
     def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

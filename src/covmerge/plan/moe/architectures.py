@@ -51,15 +51,12 @@ class Architecture:
     shared_gate: str | None = None
 
     def gate(self, layer: str) -> str:
-        """Return the name of a layer's router."""
         return f"{layer}.{self.block}.gate.weight"
 
     def is_gate(self, name: str) -> bool:
-        """Return whether a tensor of the mixture is a router."""
         return name.endswith(f".{self.block}.gate.weight")
 
     def is_shared_gate(self, name: str) -> bool:
-        """Return whether a tensor of the mixture is the gate of a shared expert."""
         return self.shared_gate is not None and name.endswith(f".{self.block}.{self.shared_gate}")
 
     def expert(self, layer: str, index: int, part: str) -> str:

@@ -59,7 +59,6 @@ class MixtureView(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return (rows of) a tensor of the mixture."""
         find_header(self.headers, name, rows, self.source)
         header, read = self._tensors[name]
         return read(header, rows)

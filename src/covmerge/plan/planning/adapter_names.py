@@ -34,17 +34,14 @@ class Naming:
     note: str = ""
 
     def of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor."""
         return self.parameter(tensor.name if self.stored else tensor.info.parameter)
 
     def parameter(self, name: str) -> str:
-        """Return the name of a parameter."""
         if self.added and self.removed and not name.startswith(self.removed):
             return name
         return f"{self.added}{name.removeprefix(self.removed)}"
 
     def module(self, name: str) -> str:
-        """Return the name of a module."""
         return self.parameter(f"{name}.").removesuffix(".")
 
 
@@ -142,7 +139,6 @@ class LoraNames:
         self._config = config or {}
 
     def of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor."""
         written = list(self._written(tensor))
         for form, name in written:
             if form == self.form:

@@ -277,7 +277,6 @@ def _align_adapter(base: Model, adapter: Model, chosen: ChosenUse) -> Alignment:
 
 
 def _check_bare(base: Model, adapter: Model, unknown: Sequence[str]) -> None:
-    """Raise if the adapter only has biases that the base lacks, for layers that the base has."""
     weights = {f"{name.removesuffix('bias')}weight" for name in unknown if name.endswith(".bias")}
     if len(weights) == len(unknown) == len(names_in_base(base, weights)):
         raise TensorError(
@@ -287,7 +286,6 @@ def _check_bare(base: Model, adapter: Model, unknown: Sequence[str]) -> None:
 
 
 def _check_parts(base: Model, adapter: Model, unknown: Sequence[str]) -> None:
-    """Raise if parts of the base have all these tensors, and nothing tells the adapter's part."""
     if found := parts_with(unknown, base):
         name, _ = base.description.parts[found[0]]
         raise TensorError(
@@ -313,7 +311,6 @@ def _check_heads(base: Model, expert: Model, heads: Sequence[str]) -> None:
 
 
 def _check_adapted(adapter: Model, header: TensorHeader, found: str, use: str | None) -> None:
-    """Raise if the updated weights are no floating-point numbers: nothing can be added to codes."""
     if use == "base":
         return
     if found in adapter.headers:

@@ -130,13 +130,11 @@ class _Draft:
 
     @property
     def costs(self) -> Costs:
-        """The calculator of costs, which makes the work items."""
         itemsize = getattr(torch, self.recipe.dtype).itemsize
         return Costs(self.inputs.models, self.inputs.statistics, itemsize, self.inputs.alone)
 
 
 def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
-    """Return the decisions on all tensors."""
     base, models, statistics = inputs.base, inputs.models, inputs.statistics
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     check_statistics(recipe, checkpoints, statistics)
@@ -203,7 +201,6 @@ def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]
 
 
 def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
-    """Divide the work of a draft into items, and return the plan."""
     inputs = draft.inputs
     base, models, method = inputs.base, inputs.models, draft.recipe.method
     items = tuple(
@@ -247,7 +244,6 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
 def _head_items(
     heads: Mapping[str, Mapping[str, TensorHeader]], models: Mapping[str, Model]
 ) -> Iterator[WorkItem]:
-    """Yield the work items that copy the experts' own task heads."""
     for expert, headers in heads.items():
         for name, header in headers.items():
             tensor = TensorPlan(

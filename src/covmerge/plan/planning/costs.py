@@ -46,7 +46,6 @@ class Costs:
         return len(kinds) == 1 and None not in kinds
 
     def of_copy(self, tensor: TensorPlan, rows: range | None) -> WorkItem:
-        """Return the work of copying rows, and of comparing them if the copy is compared."""
         numel = prod(shape_of(tensor, rows))
         compared = tensor.operation.compared
         read = _base_bytes(tensor, numel)
@@ -156,7 +155,6 @@ class Costs:
         )
 
     def _expert_bytes(self, tensor: TensorPlan, numel: int) -> dict[str, int]:
-        """Return the stored bytes of `numel` elements, by expert."""
         return {
             expert: 0 if o.tensor is None else self.models[expert].stored_bytes(o.tensor, numel)
             for expert, o in tensor.operands.items()

@@ -38,8 +38,7 @@ def plan_tensors(
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
             continue  # merged and written once, under the name that it is tied to
-        decision = rules.decide(header, info)
-        action, rule = decision.action, decision.rule
+        action, rule = rules.decide(header, info)
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
         if len(experts) == 1 and action.merge:
@@ -63,7 +62,7 @@ def plan_tensors(
             )
         if isinstance(action, Copy) and name in scales:
             scale = scales[name]
-            of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
+            of_scale, _ = rules.decide(base.headers[scale], base.description.tensors[scale])
             if of_scale.merge:  # a rule for the codes alone does not change this
                 action = replace(action, compared=True, scale=scale)
         if isinstance(action, Copy) and action.compared:
@@ -129,10 +128,7 @@ def check_without_base(tensors: Sequence[TensorPlan]) -> None:
 
 
 def _compared(
-    copy: Copy,
-    header: TensorHeader,
-    operands: Mapping[str, Operand],
-    models: Mapping[str, Model],
+    copy: Copy, header: TensorHeader, operands: Mapping[str, Operand], models: Mapping[str, Model]
 ) -> tuple[Copy, dict[str, Operand]]:
     """Return a copy compared with the experts' tensors, and the operands of the same shape."""
     shapes = {
@@ -192,10 +188,8 @@ def _for_experts(
     if not skip_missing:
         present = list(operands)
     elif not method.takes(len(present)):
-        return (
-            Copy(),
-            f"base ({len(present)} experts have it, and {method.name} merges {method.experts_text})",
-        )
+        few = f"{len(present)} experts have it, and {method.name} merges {method.experts_text}"
+        return Copy(), f"base ({few})"
     return replace(merge, parameters=method.for_experts(merge.parameters, experts, present)), rule
 
 

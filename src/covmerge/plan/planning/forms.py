@@ -34,13 +34,11 @@ _OF_A_NUMBER = 32
 
 @dataclass(frozen=True)
 class Place:
-    """The place of some rows of a stored tensor.
+    """The place of some rows of a stored tensor, or of all of them (None).
 
     Attributes:
         part: the part of the output, and so the files: `MODEL`, or the name of a file beside the
             weights, without its suffix.
-        header: header of the stored tensor.
-        rows: the rows; None: all of them.
     """
 
     part: str
@@ -49,12 +47,10 @@ class Place:
 
     @property
     def tensor(self) -> str:
-        """Name of the stored tensor."""
         return self.header.name
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of these rows."""
         return self.header.nbytes if self.rows is None else self.header.nbytes_of(self.rows)
 
 
@@ -100,27 +96,21 @@ class MergedRows(Protocol):
 
     def update(self) -> Tensor:
         """Return ΔW in the dtype of the computation."""
-        ...
 
     def exact(self) -> Tensor:
         """Return W_0 + ΔW in the dtype of the computation."""
-        ...
 
     def rounded(self) -> Tensor:
         """Return W_0 + ΔW in the dtype of the output."""
-        ...
 
     def factors(self, rank: int) -> tuple[LowRank, Tensor]:
         """Return ΔW ≈ BA of the given rank in the stored orientation, and all singular values."""
-        ...
 
     def mask(self, expert: str) -> Tensor:
         """Return the mask of an expert: which entries belong to it."""
-        ...
 
     def failure(self, why: str) -> TensorError:
         """Return an error for a result that cannot be stored."""
-        ...
 
 
 class Form:
@@ -146,18 +136,7 @@ class Form:
         """Number of rows that must be written together; None: all rows."""
         return 1
 
-    @property
-    def adapted(self) -> AdaptedTensor | None:
-        """The adapter's layer with factors, if the form is one."""
-        return None
-
-    @property
-    def whole(self) -> WholeTensor | None:
-        """The tensor that the adapter holds whole, if the form is one."""
-        return None
-
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """Return the places of some rows of a tensor."""
         raise NotImplementedError
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
@@ -174,29 +153,23 @@ class Form:
 
     def completed(self, result: Result, base: BaseRows) -> Result:
         """Return the final result of an item, after all parts of its rows were encoded."""
-        del base
         return result
 
     def read_stored(
         self, read: Callable[[str, range | None], Tensor], rows: range | None
     ) -> tuple[Tensor, ...]:
         """Return the base's stored tensors for some rows, if the base stores the tensor in this form."""
-        del read, rows
         return ()
 
     def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
         """Return the values that a reader of the output gets for exact rows, in the reader's dtype."""
-        del rows
         return exact.to(dtype)
 
     def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
-        """Return the cost of encoding one matrix."""
-        del d_out, d_in, itemsize
         return Cost(0.0, 0)
 
     def workspace(self, elements: int, itemsize: int) -> int:
         """Return the bytes needed to encode this many elements, in addition to merging them."""
-        del elements, itemsize
         return 0
 
 
@@ -204,9 +177,7 @@ class Form:
 class ModelTensor(Form):
     """The weights W_0 + ΔW in the output dtype, with a mask for each of `masks`.
 
-    Attributes:
-        part: see `Form`.
-        masks: the experts that have a mask of the tensor; it is empty if an expert takes no part in it.
+    The mask of an expert that takes no part in the tensor is empty.
     """
 
     part: str = MODEL
@@ -235,10 +206,6 @@ class AdapterTensor(Form):
     in_parts = False
 
     @property
-    def whole(self) -> WholeTensor:
-        return self.place
-
-    @property
     def rows_together(self) -> int | None:
         return None
 
@@ -251,8 +218,8 @@ class AdapterTensor(Form):
         return self._under_names(rows.rounded(), rows.facts)
 
     def copied(self, base: BaseRows) -> Result:
-        unchanged: dict[str, Json] = {"updates": {}, "along": {}, "base": 0.0}
-        unchanged |= {"merged": 0.0, "rounding": 0.0}
+        nothing = dict.fromkeys(("base", "merged", "rounding"), 0.0)
+        unchanged: dict[str, Json] = {"updates": {}, "along": {}, **nothing}
         return self._under_names(as_output(base.output, base.rows, "base's weights"), unchanged)
 
     def _under_names(self, weights: Tensor, facts: Mapping[str, Json]) -> Result:
@@ -391,10 +358,6 @@ class AdapterFactors(Form):
     in_parts = False
 
     @property
-    def adapted(self) -> AdaptedTensor:
-        return self.place
-
-    @property
     def rows_together(self) -> int | None:
         return None
 
@@ -409,11 +372,9 @@ class AdapterFactors(Form):
         rank = self.place.rank
         update, sigma = rows.factors(rank)
         factors = replace(output, dtype=self.dtype)
+        what = "factors of the merged update"
         rounded = LowRank(
-            *(
-                as_output(factors, side, "factors of the merged update")
-                for side in (update.left, update.right)
-            )
+            as_output(factors, update.left, what), as_output(factors, update.right, what)
         )
         energy = sigma.double().square()
         total, retained = float(energy.sum()), float(energy[:rank].sum())

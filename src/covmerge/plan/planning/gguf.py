@@ -159,7 +159,6 @@ def _check_stacks(
 
 
 def _plain_type(recipe: Recipe, base: Quantisation) -> str:
-    """Return the type of tensors that `keep` names."""
     stored = recipe.output.dtype
     if stored != "base":
         return PLAIN_TYPES[getattr(torch, stored)]

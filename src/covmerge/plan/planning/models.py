@@ -43,7 +43,6 @@ class Model:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Model:
-        """Return a checkpoint with the description of its tensors."""
         return cls(checkpoint, describe_checkpoint(checkpoint), name)
 
     def __str__(self) -> str:

@@ -55,7 +55,6 @@ def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
 
 
 def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
-    """Yield a note for experts whose weight a method ignores."""
     found: dict[str, dict[str, None]] = {}
     for tensor in tensors:
         merge = tensor.merge

@@ -73,7 +73,6 @@ class Merge:
 
     @property
     def merge(self) -> Merge:
-        """This merge."""
         return self
 
     @property
@@ -104,7 +103,6 @@ class Merge:
 
     @property
     def writes_masks(self) -> bool:
-        """Whether the method returns a mask for each expert in addition to the merged update."""
         return registry.get(self.method).writes_masks
 
 

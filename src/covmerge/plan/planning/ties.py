@@ -251,7 +251,6 @@ def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
-    """Return whether an adapter changes two equal tensors alike."""
     adapter.materialize()
     if one in adapter.headers and other in adapter.headers:
         return same_values(adapter, one, other)

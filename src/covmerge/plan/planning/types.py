@@ -59,7 +59,6 @@ class PlannedPass:
 
     @cached_property
     def experts(self) -> tuple[str, ...]:
-        """The experts whose entries are ranked."""
         return tuple(dict.fromkeys(e for item in self.items for e in item.tensor.operands))
 
     @staticmethod

@@ -75,11 +75,9 @@ class TensorPlan:
 
     @property
     def changed_by_experts(self) -> bool:
-        """Whether any expert has the tensor."""
         return any(operand.tensor is not None for operand in self.operands.values())
 
     def written_bytes(self, rows: range | None) -> int:
-        """Return the number of bytes that some rows take in the output."""
         return sum(place.nbytes for place in self.form.places(self.output, rows))
 
     def stream(self, expert: str, first_element: int = 0) -> Stream:
@@ -136,7 +134,6 @@ class WorkItem:
 
     @property
     def memory(self) -> int:
-        """Bytes held in memory while the item is computed."""
         return self.held_bytes + self.statistics_bytes + self.workspace + self.write_bytes
 
     @property
@@ -153,13 +150,11 @@ class WorkItem:
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
-        """The key of the item in the journal."""
         span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
         return self.tensor.key, span
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places of the result in the output."""
         return self.tensor.form.places(self.tensor.output, self.rows)
 
     def is_narrow(self, device: torch.device) -> bool:
@@ -178,7 +173,6 @@ class WorkItem:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of its rows."""
         whole = self.tensor.stored.shape
         return whole if self.rows is None else (len(self.rows), *whole[1:])
 
@@ -207,5 +201,4 @@ class WorkItem:
 
     @property
     def first_element(self) -> int:
-        """Index of the item's first element in its tensor."""
         return 0 if self.rows is None else self.rows.start * prod(self.tensor.stored.shape[1:])

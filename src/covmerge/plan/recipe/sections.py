@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.text import shown
-from covmerge.files.checkpoints.trainer import SavedStep, Window, last_steps
+from covmerge.files.checkpoints.trainer import Window, last_steps
 from covmerge.plan.moe.architectures import ARCHITECTURES, FORMLESS
 from covmerge.plan.recipe.parts import StrictModel
 
@@ -95,7 +95,6 @@ class Mixture(StrictModel):
 
     @property
     def prompted(self) -> bool:
-        """Whether routers are made of prompts."""
         return self.gates in _PROMPTED
 
     def routed(self, experts: Iterable[str]) -> list[str]:
@@ -314,16 +313,10 @@ def _places(steps: list[int]) -> list[float]:
 def compile_run(
     data: Mapping[str, Any], run: Run, beside: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the recipe that averages the last checkpoints of a run.
+    """Return the recipe that averages the last checkpoints of a run; notes are added to the list.
 
     Full models are averaged directly (`linear`), which needs no base. For adapters the updates are
     averaged (`average`), so that the mean of the products BA is exact.
-
-    Args:
-        data: the recipe with `run`.
-        run: the content of `run`.
-        beside: the folder that its relative folder starts from.
-        notes: notes for the reader are added to this list.
 
     Raises:
         CheckpointError: there are too few checkpoints, or one of them is incomplete.
@@ -340,14 +333,13 @@ def compile_run(
         "method": "average" if all(saved.is_adapter for saved in found) else "linear",
         **{key: value for key, value in data.items() if key != RUN},
         "experts": {
-            saved.folder.name: {"source": _source(run, saved), "weight": share}
+            (name := saved.folder.name): {
+                "source": f"{run.folder.rstrip('/')}/{name}",
+                "weight": share,
+            }
             for saved, share in zip(found, shares, strict=True)
         },
     }
-
-
-def _source(run: Run, saved: SavedStep) -> str:
-    return f"{run.folder.rstrip('/')}/{saved.folder.name}"
 
 
 # The output's vocabulary and chat template in a recipe.
@@ -364,9 +356,7 @@ _MOST_ROWS = 1 << 24
 class TokenRow(StrictModel):
     """Whose row of the embedding a token gets."""
 
-    of: _MODEL = Field(
-        description="An expert, `base`, or `zero`: the row is then 0.",
-    )
+    of: _MODEL = Field(description="An expert, `base`, or `zero`: the row is then 0.")
     token: str | None = Field(
         default=None,
         min_length=1,

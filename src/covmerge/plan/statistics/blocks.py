@@ -186,13 +186,11 @@ class _Run(Thread):
         return self._answer()
 
     def end(self) -> None:
-        """End the run, if it has not ended yet."""
         self._ended = True
         self._may.release()
         self.join()
 
     def run(self) -> None:
-        """Do the work of the thread."""
         self._may.acquire()
         try:
             if not self._ended:
@@ -225,7 +223,6 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self._blocks)
 
     def run(

@@ -49,7 +49,6 @@ class Sequences:
     lengths: tuple[int, ...] = LENGTHS
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         return {
             "kind": f"tokens, p = 1 / (rank + {_OFFSET})",
             "lengths": ", ".join(map(str, self.lengths)),
@@ -141,7 +140,6 @@ class Leaves:
     seed: int = 0
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         return {"kind": "dead leaves", "seed": self.seed}
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
@@ -192,7 +190,6 @@ def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
 
 
 def _shape(config: Any, source: str) -> tuple[int, int, int]:
-    """Return channels, height and width of the model's inputs."""
     size: Any = getattr(config, "image_size", None)
     sides: list[Any] = [*size] if isinstance(size, list | tuple) else [size, size]
     shape = [getattr(config, "num_channels", 3), *sides]

@@ -70,11 +70,9 @@ class FisherCollector:
             self._examples += 1
 
     def statistics(self) -> list[Statistic]:
-        """Return the statistics of each parameter of the backbone."""
         return [Statistic((name,), total, self._examples) for name, total in self._sums.items()]
 
     def notes(self) -> list[str]:
-        """Return a note on parameters without Fisher information."""
         packed = self._model.packed_parameters()
         if not packed:
             return []
@@ -187,11 +185,9 @@ class Weights(Protocol):
     @property
     def relative(self) -> bool:
         """Whether the weights are used unchanged; otherwise they are scaled to mean 1."""
-        ...
 
     def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
-        ...
 
 
 class GramCollector:
@@ -277,7 +273,6 @@ class GramCollector:
                 total.let_go()
 
     def notes(self) -> list[str]:
-        """Return notes on layers with no inputs, or too few."""
         unseen = [layer.name for layer in self._layers if not self._rows(layer)]
         few = [layer for layer in self._layers if 0 < self._rows(layer) < layer.d_in]
         notes: list[str] = []
@@ -372,7 +367,6 @@ class _Sum:
         self._latest, self._version = weakref.ref(inputs), inputs._version
 
     def let_go(self) -> None:
-        """Release the memory of the sum."""
         self.value = self.value.new_empty(0)
 
     def saw(self, inputs: Tensor) -> bool:

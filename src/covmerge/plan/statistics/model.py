@@ -125,7 +125,6 @@ class RunningModel:
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model runs."""
         return self.whole.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -214,7 +213,6 @@ class RunningModel:
             raise InputError(f"{path}, {error}") from error
 
     def tokenizer(self, reading: Reading) -> Any:
-        """Return the tokenizer that is asked for, or the model's own one."""
         return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
 
     def run(self, batch: Batch, *, head: bool = False) -> Any:

@@ -47,34 +47,19 @@ _TOKEN = "[a-z0-9_]{8}"
 
 @contextmanager
 def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
-    """Make a folder that is removed at the end; also remove folders left by processes that ended.
-
-    Args:
-        beside: the folder around it, so that files can be renamed out of it.
-        prefix: beginning of its name.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> with scratch_folder(Path(mkdtemp()), ".work-") as folder:
-        ...     _ = (folder / "file").write_text("")
-        >>> folder.exists()
-        False
-    """
+    """Make a folder that is removed at the end; also remove folders left by processes that ended."""
     _remove_abandoned(beside, re.compile(re.escape(prefix) + _TOKEN))
-    folder, lock = _make(beside, prefix)
+    while True:
+        folder = beside / f"{prefix}{token_hex(4)}"
+        try:
+            lock = Lock(folder)
+        except TakenError:
+            continue  # taken by a process that removes it as abandoned
+        break
     try:
         yield folder
     finally:
         lock.remove_folder()
-
-
-def _make(beside: Path, prefix: str) -> tuple[Path, Lock]:
-    while True:
-        folder = beside / f"{prefix}{token_hex(4)}"
-        try:
-            return folder, Lock(folder)
-        except TakenError:
-            continue  # taken by a process that removes it as abandoned
 
 
 def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
@@ -165,15 +150,10 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 
 class GrowingFile:
-    """A statistics file that is written one statistic after another.
+    """A statistics file that is written one statistic after another; each kind must get at least one.
 
-    Its header is known only at the end, so room is left for it: a header may end in spaces.
-
-    Args:
-        path: path of a file that nobody reads before it is finished.
-        checkpoint: the model.
-        kinds: kinds of statistics; each must get at least one.
-        names: all tensors that it may have statistics of.
+    Its header is known only at the end, so room is left for it: a header may end in spaces. `names` are
+    all tensors that it may have statistics of.
     """
 
     def __init__(
@@ -192,7 +172,6 @@ class GrowingFile:
             self._file.seek(LENGTH_BYTES + self._room)
 
     def add(self, kind: Kind, statistic: Statistic) -> None:
-        """Write a statistic."""
         keys = [f"{kind}/{name}" for name in statistic.names]
         header = TensorHeader(keys[0], tuple(statistic.total.shape), torch.float32)
         self._content.update(keys[0].encode())
@@ -211,15 +190,8 @@ class GrowingFile:
         self._rows |= dict.fromkeys(keys, statistic.rows)
         self._aliases |= dict.fromkeys(keys[1:], keys[0])
 
-    def finish(
-        self,
-        examples: int,
-        protocol: Protocol = "inputs",
-        labels: str = "",
-        generated: Mapping[str, str | int | float] | None = None,
-        notes: Sequence[str] = (),
-    ) -> About:
-        """Write the metadata, whose parts are those of `About`, and return it."""
+    def finish(self, contents: Contents) -> About:
+        """Write the metadata of the contents, whose statistics were added, and return it."""
         found = {key.partition("/")[0] for key in self._rows}
         if found != self._totals.keys():
             raise InputError(
@@ -229,15 +201,15 @@ class GrowingFile:
         about = About(
             source=self._checkpoint.source,
             probe=probe(self._checkpoint),
-            protocol=protocol,
-            examples=examples,
-            labels=labels,
-            generated=None if generated is None else dict(generated),
+            protocol=contents.protocol,
+            examples=contents.examples,
+            labels=contents.labels,
+            generated=None if contents.generated is None else dict(contents.generated),
             rows=self._rows,
             aliases=self._aliases,
             totals={kind: math.sqrt(total) for kind, total in self._totals.items()},
             content=f"sha256:{self._content.hexdigest()}",
-            notes=list(notes),
+            notes=list(contents.notes),
         )
         metadata = {
             FORMAT_KEY: FORMAT,
@@ -260,7 +232,6 @@ class GrowingFile:
         return about
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         with suppress(OSError):  # an error in writing what is not needed any more
             self._file.close()
 
@@ -310,13 +281,7 @@ def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict
                 for kind, group in found.items():
                     for statistic in group:
                         file.add(kind, statistic)
-                abouts[out] = file.finish(
-                    contents.examples,
-                    contents.protocol,
-                    contents.labels,
-                    contents.generated,
-                    contents.notes,
-                )
+                abouts[out] = file.finish(contents)
     return abouts
 
 

@@ -100,7 +100,6 @@ class Written:
             )
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         said: dict[str, str | int | float] = {
             "start": self.start,
             "tokens": self.tokens,
@@ -274,7 +273,6 @@ def _first(tokenizer: Any) -> int | None:
 
 
 def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
-    """Return the tokens that begin every text."""
     if start == "bos":
         first = _first(tokenizer)
         if first is None:

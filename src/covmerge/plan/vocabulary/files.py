@@ -65,9 +65,7 @@ def chosen_template(
 ) -> tuple[str | None, str]:
     """Return the chat template that a recipe asks for, and its origin.
 
-    Args:
-        wanted: `auto`, `base`, an expert's name, a format's name, or a template.
-        folders: folders of the base, under the key None, and of the experts, in order.
+    It asks by `auto`, `base`, an expert's name, a format's name, or a template.
     """
     if "{" in wanted:
         return wanted, "the recipe"
@@ -225,13 +223,11 @@ class TokenizerFiles:
                 **changed[_ADDED],
                 **{str(n): asdict(token) for n, token in self.added.items()},
             }
-        return content if changed == config else _json(changed)
+        if changed == config:
+            return content
+        return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file with this name, at the top of a folder, belongs to a tokenizer."""
     return matches_any(name, TOKENIZER_FILES)
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -49,10 +49,9 @@ class Tables:
     """The tables of a model, with what is needed to match their names with another model's.
 
     Attributes:
-        names: names of its tables.
         rows: number of rows of each table.
-        prefix: prefix that a model with a head puts before the names of its base model.
-        tied: name -> name of the tensor that it shares memory with; only the latter may be stored.
+        prefix: see `ModelDescription`.
+        tied: see `ModelDescription`.
     """
 
     names: frozenset[str]
@@ -109,6 +108,11 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
 
 
 NONE, PADDING = -1, -2  # stand for a row
+
+
+def called(key: str | None) -> str:
+    """Return the name of a source for messages; the base's key is None."""
+    return "the base" if key is None else f"expert '{key}'"
 
 
 @dataclass(frozen=True)
@@ -177,13 +181,9 @@ class Vocabulary:
 def vocabulary(
     ids: Mapping[str, int], end: int, rules: TokenizerRules, sources: Mapping[str | None, Source]
 ) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Return the rows of every source, and notes for the user.
+    """Return the rows of every source, the base first, and notes for the user.
 
-    Args:
-        ids: the output's tokens with their numbers.
-        end: the largest number plus one.
-        rules: rules of the recipe.
-        sources: the base, then the experts in order.
+    `ids` are the output's tokens with their numbers, and `end` is the largest number plus one.
 
     Raises:
         InputError: a rule names a token or a row that its model does not have.
@@ -261,10 +261,9 @@ def _notes(
     notes = [f"the output's vocabulary has {len(ids)} tokens{more}"]
     for key, tokens in borrowed.items():
         if tokens:
-            who = "the base" if key is None else f"expert '{key}'"
             notes.append(
-                f"{who} has no row of its own for {counted(len(tokens), 'token')}, and is given one: "
-                f"{some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
+                f"{called(key)} has no row of its own for {counted(len(tokens), 'token')}, and is given "
+                f"one: {some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
             )
     if of_nobody:
         examples = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)

@@ -14,13 +14,7 @@ from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
 from covmerge.plan.recipe.mergekit.mixtures import compile_moe, is_mergekit_moe
-from covmerge.plan.recipe.mergekit.models import (
-    KEYS,
-    Named,
-    Places,
-    Reference,
-    tokens_of,
-)
+from covmerge.plan.recipe.mergekit.models import KEYS, Named, Places, Reference, tokens_of
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, by_module, read_theirs
 from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
@@ -67,7 +61,7 @@ def compile_mergekit(
         settings = [_by_module(theirs, settings)]
     alike = all(one == settings[0] for one in settings)
     found: dict[str, Any] = {
-        "base": theirs.base_path,
+        "base": theirs.start and theirs.places.located(theirs.start.model),
         "experts": {name: _expert(theirs, model) for model, name in theirs.models.items()},
         "method": theirs.method.ours,
         "parameters": {**_fixed(theirs), **(settings[0] if alike else {})},
@@ -143,7 +137,6 @@ def _fixed(theirs: Theirs) -> dict[str, Any]:
 
 
 def _dtypes(part: Part) -> dict[str, Any]:
-    """Return the settings for the dtypes of the computation and of the output."""
     dtype, stored = part.dtype("dtype"), part.dtype("out_dtype")
     found: dict[str, Any] = {}
     if dtype == "float64":
@@ -196,7 +189,6 @@ class Document:
 
     @cached_property
     def sources(self) -> set[str]:
-        """The models that the recipe names."""
         part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
         theirs = read_theirs(part, named(part), Places())
         found = {source.model for piece in theirs.pieces for source in piece.sources}
@@ -204,7 +196,6 @@ class Document:
         return {path for model in found for path in (model.model, model.lora) if path is not None}
 
     def refuse(self, problem: str, *keys: str) -> NoReturn:
-        """Raise a RecipeError for this document."""
         raise RecipeError(f"{self.origin.where(keys)}: {problem}")
 
 
@@ -219,9 +210,8 @@ def in_order(documents: Sequence[Document]) -> list[Document]:
     for document in documents:
         if document.name is None:
             last.append(document)
-        elif any(
-            document.name.casefold() == name.casefold() for name in stages
-        ):  # they would be one folder on many disks
+        elif any(document.name.casefold() == name.casefold() for name in stages):
+            # They would be one folder on many disks.
             document.refuse(f"the name {document.name!r} is taken by another document", "name")
         else:
             stages[document.name] = document

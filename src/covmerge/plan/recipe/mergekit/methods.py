@@ -26,7 +26,6 @@ class Parameter:
     default: Any
 
     def read(self, value: object) -> Any:
-        """Return one value of the parameter, read from the file."""
         if isinstance(self.default, bool):
             return as_switch(value)
         return as_whole(value) if isinstance(self.default, int) else as_number(value)
