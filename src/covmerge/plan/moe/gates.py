@@ -20,16 +20,11 @@ _NEARLY_DEPENDENT = 5.0  # condition number above which mergekit-moe warns too
 
 @dataclass(frozen=True)
 class Gates:
-    """The routers of a mixture.
+    """The routers of a mixture."""
 
-    Attributes:
-        shape: shape of each: number of experts, size of the hidden states.
-        of: function that returns the router of a layer, float32; a last row is the gate of a shared
-            expert.
-        notes: notes for the user.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of each: number of experts, size of the hidden states
+    # Function that returns the router of a layer, float32; a last row is the gate of a shared
+    # expert.
     of: Callable[[int], Tensor]
     notes: Sequence[str] = ()
 

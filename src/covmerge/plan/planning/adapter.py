@@ -86,18 +86,11 @@ _BIAS = "bias"
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The plan of all tensors of an adapter.
+    """The plan of all tensors of an adapter."""
 
-    Attributes:
-        tensors: the tensors that are merged, compared, or held by the adapter.
-        thin: names of tensors whose merge on the factors of the updates is exact.
-        parameters: names of all tensors of the model that the adapter is loaded over.
-        notes: notes for the user.
-    """
-
-    tensors: tuple[TensorPlan, ...]
-    thin: frozenset[str]
-    parameters: tuple[str, ...]
+    tensors: tuple[TensorPlan, ...]  # the tensors that are merged, compared, or held by the adapter
+    thin: frozenset[str]  # names of tensors whose merge on the factors of the updates is exact
+    parameters: tuple[str, ...]  # names of all tensors of the model that the adapter is loaded over
     notes: tuple[str, ...]
 
 

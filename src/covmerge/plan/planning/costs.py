@@ -19,17 +19,12 @@ from covmerge.plan.planning.work import TensorPlan, WorkItem, experts_at_once, p
 
 @dataclass(frozen=True)
 class Costs:
-    """A calculator that makes work items with their costs.
-
-    Attributes:
-        itemsize: bytes of a number in the dtype of the computation.
-        alone: whether no other plan shares the reading.
-    """
+    """A calculator that makes work items with their costs."""
 
     models: Mapping[str, Model]
     statistics: Statistics
-    itemsize: int
-    alone: bool
+    itemsize: int  # bytes of a number in the dtype of the computation
+    alone: bool  # whether no other plan shares the reading
 
     def summed(self, tensor: TensorPlan) -> bool:
         """Return whether adapters are summed by their factors, without multiplying out single updates."""

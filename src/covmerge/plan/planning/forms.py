@@ -56,33 +56,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a work item.
+    """The result of a work item."""
 
-    Attributes:
-        tensors: one tensor on the CPU for each of the item's places.
-        stats: sizes and squared norms, which add up over the items of a tensor, and the method's
-            diagnostics for each matrix.
-    """
-
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()  # one tensor on the CPU for each of the item's places
+    # Sizes and squared norms, which add up over the items of a tensor, and the method's diagnostics
+    # for each matrix.
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 @dataclass(frozen=True)
 class BaseRows:
-    """Rows of the base that an item copies, or merges updates into.
+    """Rows of the base that an item copies, or merges updates into."""
 
-    Attributes:
-        rows: the rows; a tensor on the meta device, without content, if they were not read.
-        stored: the base's stored tensors for these rows, if the form uses them.
-        output: header of the tensor in the output.
-        place: which rows these are.
-    """
-
-    rows: Tensor
-    stored: tuple[Tensor, ...]
+    rows: Tensor  # the rows; a tensor on the meta device, without content, if they were not read
+    stored: tuple[Tensor, ...]  # the base's stored tensors for these rows, if the form uses them
     output: TensorHeader
-    place: range | None
+    place: range | None  # which rows of the tensor these are
 
 
 class MergedRows(Protocol):
@@ -248,18 +237,12 @@ class Unwritten(Form):
 
 @dataclass(frozen=True)
 class PackedTensor(Form):
-    """The weights W_0 + ΔW rounded to a quantised format, in the stored tensors of that format.
-
-    Attributes:
-        packing: the packing of the format.
-        as_base: whether the base stores the tensor in the same way, so that unchanged rows are
-            copied from it.
-        format: name of the format, for readers.
-    """
+    """The weights W_0 + ΔW rounded to a quantised format, in the stored tensors of that format."""
 
     packing: Packing
+    # Whether the base stores the tensor in the same way, so that unchanged rows are copied from it.
     as_base: bool
-    format: str = field()
+    format: str = field()  # name of the format, for readers
 
     @property
     def rows_together(self) -> int | None:
@@ -345,15 +328,10 @@ class PackedTensor(Form):
 
 @dataclass(frozen=True)
 class AdapterFactors(Form):
-    """The update ΔW ≈ BA as factors, in the format that PEFT reads.
+    """The update ΔW ≈ BA as factors, in the format that PEFT reads."""
 
-    Attributes:
-        place: the layer of the adapter.
-        dtype: dtype of the stored factors.
-    """
-
-    place: AdaptedTensor
-    dtype: torch.dtype
+    place: AdaptedTensor  # the layer of the adapter
+    dtype: torch.dtype  # of the stored factors
     holds_weights = False
     in_parts = False
 

@@ -31,15 +31,11 @@ from covmerge.plan.planning.operations import Operand
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint with the description of its tensors; messages name it by `str`.
-
-    Attributes:
-        name: the expert's name; None: it is the base.
-    """
+    """A checkpoint with the description of its tensors; messages name it by `str`."""
 
     checkpoint: Checkpoint
     description: ModelDescription
-    name: str | None = None
+    name: str | None = None  # the expert's name; None: it is the base
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, name: str | None = None) -> Model:

@@ -34,17 +34,11 @@ _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """A pass over all tensors of a method, needed before the first is merged.
+    """A pass over all tensors of a method, needed before the first is merged."""
 
-    Attributes:
-        merge: one of the merges that need the pass; all of them have its key.
-        density: share of each expert's entries that is kept.
-        items: the items that count, on the same rows as the items that merge.
-    """
-
-    merge: Merge
-    density: float
-    items: tuple[WorkItem, ...]
+    merge: Merge  # one of the merges that need the pass; all of them have its key
+    density: float  # share of each expert's entries that is kept
+    items: tuple[WorkItem, ...]  # the items that count, on the same rows as the items that merge
 
     @cached_property
     def sample(self) -> tuple[WorkItem, ...]:
@@ -85,19 +79,13 @@ class PlannedPass:
 
 @dataclass(frozen=True)
 class Quantised:
-    """The tensors of a model, some of which are stored packed.
+    """The tensors of a model, some of which are stored packed."""
 
-    Attributes:
-        tensors: all of them, with their forms.
-        settings: `quantization_config` of config.json; None: nothing is packed.
-        notes: what a user should know.
-        gguf: what a GGUF file has beside them, where they are written as one.
-    """
-
-    tensors: tuple[TensorPlan, ...]
+    tensors: tuple[TensorPlan, ...]  # all of them, with their forms
+    # `quantization_config` of config.json; None: nothing is packed.
     settings: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()
-    gguf: GgufHead | None = None
+    notes: tuple[str, ...] = ()  # what a user should know
+    gguf: GgufHead | None = None  # what a GGUF file has beside them, where they are written as one
 
 
 @dataclass(frozen=True, repr=False)

@@ -101,35 +101,23 @@ def experts_at_once(elements: int, experts: int, *, held: bool) -> int:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """The work on a range of rows of one tensor: they are read, computed and written together.
+    """The work on a range of rows of one tensor: they are read, computed and written together."""
 
-    Attributes:
-        tensor: its plan.
-        rows: range of the first axis; None: the whole tensor (scalars have no rows).
-        read_bytes: stored bytes of base and experts that are read.
-        write_bytes: bytes of the result.
-        statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
-        at_once: number of rows that are merged at once, if rows do not depend on each other; None: all.
-        tensor_pass: whether a method that needs the whole tensor reads it first, expert by expert;
-            then rows are read again, and merged `at_once`.
-        pass_bytes: bytes that this first reading takes, as far as they are known before.
-        workspace: bytes that the computation needs in addition to its inputs and its result.
-        flops: number of floating-point operations.
-        eigen_flops: the part of these for eigenproblems and singular values.
-        thin: whether it reads and writes only factors, so that no tensor has the size of its rows.
-    """
-
-    tensor: TensorPlan
-    rows: range | None
-    read_bytes: int
-    write_bytes: int
-    workspace: int
-    flops: float
-    eigen_flops: float = 0.0
-    statistics_bytes: int = 0
+    tensor: TensorPlan  # its plan
+    rows: range | None  # range of the first axis; None: the whole tensor (scalars have no rows)
+    read_bytes: int  # stored bytes of base and experts that are read
+    write_bytes: int  # bytes of the result
+    workspace: int  # bytes that the computation needs in addition to its inputs and its result
+    flops: float  # number of floating-point operations
+    eigen_flops: float = 0.0  # the part of these for eigenproblems and singular values
+    statistics_bytes: int = 0  # bytes of the experts' statistics, which are read with the tensor
+    # Number of rows that are merged at once, if rows do not depend on each other; None: all.
     at_once: int | None = None
+    # Whether a method that needs the whole tensor reads it first, expert by expert; then rows are
+    # read again, and merged `at_once`.
     tensor_pass: bool = False
-    pass_bytes: int = 0
+    pass_bytes: int = 0  # bytes that this first reading takes, as far as they are known before
+    # Whether it reads and writes only factors, so that no tensor has the size of its rows.
     thin: bool = False
 
     @property

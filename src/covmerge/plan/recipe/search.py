@@ -36,23 +36,14 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True)
 class Mark:
-    """A marked value of a recipe, and the values that a search may choose.
+    """A marked value of a recipe, and the values that a search may choose."""
 
-    Attributes:
-        place: its keys.
-        low: lower end of a range, inclusive.
-        high: upper end of a range, inclusive; equal to `low` if there are choices.
-        log: whether the logarithm is searched.
-        whole: whether only integers are searched.
-        choices: the choices, instead of a range.
-    """
-
-    place: KeyPath
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    whole: bool = False
-    choices: tuple[Value, ...] = ()
+    place: KeyPath  # its keys
+    low: float = 0.0  # lower end of a range, inclusive
+    high: float = 0.0  # upper end of a range, inclusive; equal to `low` if there are choices
+    log: bool = False  # whether the logarithm is searched
+    whole: bool = False  # whether only integers are searched
+    choices: tuple[Value, ...] = ()  # the choices, instead of a range
 
     @property
     def name(self) -> str:
@@ -65,18 +56,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class Template:
-    """A recipe with some values for a search to choose.
+    """A recipe with some values for a search to choose."""
 
-    Attributes:
-        data: content of its file.
-        origin: its name, and the lines of its keys.
-        folder: folder that relative paths start from; None: they are not changed.
-        notes: notes for the reader.
-    """
-
-    data: Mapping[str, Any]
-    origin: Origin
-    folder: Path | None = None
+    data: Mapping[str, Any]  # content of its file
+    origin: Origin  # its name, and the lines of its keys
+    folder: Path | None = None  # folder that relative paths start from; None: they are not changed
     notes: tuple[str, ...] = ()
 
     @classmethod

@@ -35,18 +35,12 @@ _MARKS = re.compile(r"^(##|[Ġ▁])")  # marks of a word's continuation or begin
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens drawn by their rank, between special tokens; a third of the texts has each of three lengths.
+    """Tokens drawn by their rank, between special tokens; a third of the texts has each length."""
 
-    Attributes:
-        seed: seed of the tokens.
-        lengths: numbers of tokens, each for a third of the texts.
-        shared: whether all experts get the same inputs.
-    """
-
-    shared: ClassVar[bool] = True
+    shared: ClassVar[bool] = True  # whether all experts get the same inputs
 
     seed: int = 0
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = LENGTHS  # numbers of tokens, each for a third of the texts
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
         return {
@@ -129,13 +123,9 @@ class Leaves:
     spectrum is that of natural pictures, about 1/f, and so are their edges, which noise with that
     spectrum lacks (Lee, Mumford and Huang 2001, §4; for what a network learns from such pictures
     see Baradad et al. 2021, §3).
-
-    Attributes:
-        seed: seed of the pictures.
-        shared: whether all experts get the same inputs.
     """
 
-    shared: ClassVar[bool] = True
+    shared: ClassVar[bool] = True  # whether all experts get the same inputs
 
     seed: int = 0
 

@@ -92,36 +92,22 @@ INSTALL = "install it with: pip install 'covmerge[transformers]'"
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """A linear layer to observe.
+    """A linear layer to observe."""
 
-    Attributes:
-        name: name of its stored weight.
-        module: the module that has the weight.
-        d_in: size of its inputs.
-        transposed: whether the weight is stored as `(d_in, d_out)`.
-    """
-
-    name: str
-    module: nn.Module
-    d_in: int
-    transposed: bool = False
+    name: str  # name of its stored weight
+    module: nn.Module  # the module that has the weight
+    d_in: int  # size of its inputs
+    transposed: bool = False  # whether the weight is stored as `(d_in, d_out)`
 
 
 @dataclass(frozen=True)
 class RunningModel:
-    """A loaded expert.
-
-    Attributes:
-        checkpoint: the checkpoint with its weights.
-        skeleton: the parameter of each stored tensor.
-        whole: the model with its head, in evaluation mode.
-        backbone: the model without the head.
-    """
+    """A loaded expert."""
 
     checkpoint: Checkpoint
-    skeleton: Skeleton
-    whole: Any
-    backbone: Any
+    skeleton: Skeleton  # the parameter of each stored tensor
+    whole: Any  # the model with its head, in evaluation mode
+    backbone: Any  # the model without the head
 
     @property
     def device(self) -> torch.device:

@@ -83,19 +83,13 @@ _NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
 
 @dataclass(frozen=True)
 class Statistic:
-    """One collected statistic.
+    """One collected statistic."""
 
-    Attributes:
-        names: names of the tensors that have it; several if layers have the same input.
-        total: the sum over all rows, in any floating dtype, on any device.
-        rows: number of layer inputs, or examples, in the sum.
-        weight: sum of the weights of all rows; None: each row counts 1.
-    """
-
+    # Names of the tensors that have it; several if layers have the same input.
     names: tuple[str, ...]
-    total: Tensor
-    rows: int
-    weight: float | None = None
+    total: Tensor  # the sum over all rows, in any floating dtype, on any device
+    rows: int  # number of layer inputs, or examples, in the sum
+    weight: float | None = None  # sum of the weights of all rows; None: each row counts 1
 
     @property
     def mean(self) -> Tensor:

@@ -42,20 +42,13 @@ def writes(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Begun:
-    """Beginnings of texts that another model wrote, for this model to continue.
+    """Beginnings of texts that another model wrote, for this model to continue."""
 
-    Attributes:
-        by: the name of the other model.
-        tokens: most tokens that it wrote for each text.
-        texts: the tokens of each text, without a token that ends it.
-        rows: number of rows of its embedding.
-        words: the words of these tokens, as far as its tokenizer knows them.
-    """
-
-    by: str
-    tokens: int
-    texts: tuple[tuple[int, ...], ...]
-    rows: int
+    by: str  # the name of the other model
+    tokens: int  # most tokens that it wrote for each text
+    texts: tuple[tuple[int, ...], ...]  # the tokens of each text, without a token that ends it
+    rows: int  # number of rows of its embedding
+    # The words of these tokens, as far as its tokenizer knows them.
     words: tuple[tuple[int, str], ...]
 
 

@@ -158,27 +158,19 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of the output's tokenizer, and its settings in the configs.
+    """The files of the output's tokenizer, and its settings in the configs."""
 
-    Attributes:
-        folder: folder of the model whose tokenizer it is.
-        hashes: hashes of the files there, from when they were read.
-        rows: number of rows of the embeddings; None: as many as in the base.
-        extended: tokenizer.json, if tokens were added.
-        added: the added tokens, by number.
-        template: the chat template; None: the tokenizer's.
-        special: config of the model whose tokenizer it is, if that is not the base.
-        generation: that model's generation_config.json.
-    """
-
-    folder: Path
-    hashes: Mapping[str, str]
-    rows: int | None = None
-    extended: bytes | None = field(default=None, repr=False)
+    folder: Path  # folder of the model whose tokenizer it is
+    hashes: Mapping[str, str]  # hashes of the files there, from when they were read
+    rows: int | None = None  # number of rows of the embeddings; None: as many as in the base
+    extended: bytes | None = field(default=None, repr=False)  # tokenizer.json, if tokens were added
+    # The added tokens, by number.
     added: Mapping[int, Added] = field(default_factory=dict[int, Added])
+    # The chat template; None: the tokenizer's.
     template: str | None = field(default=None, repr=False)
+    # Config of the model whose tokenizer it is, if that is not the base.
     special: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] | None = None  # that model's generation_config.json
 
     def write(self) -> Iterator[tuple[str, bytes]]:
         """Yield the files with their content, each file once."""

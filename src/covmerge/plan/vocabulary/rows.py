@@ -46,18 +46,12 @@ def rows_of(name: str) -> Literal["tokens", "places", "types"]:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model, with what is needed to match their names with another model's.
-
-    Attributes:
-        rows: number of rows of each table.
-        prefix: see `ModelDescription`.
-        tied: see `ModelDescription`.
-    """
+    """The tables of a model, with what is needed to match their names with another model's."""
 
     names: frozenset[str]
-    rows: int
-    prefix: str | None
-    tied: Mapping[str, str]
+    rows: int  # number of rows of each table
+    prefix: str | None  # see `ModelDescription`
+    tied: Mapping[str, str]  # see `ModelDescription`
 
     def find(self, name: str, other: Tables) -> str | None:
         """Return this model's name for a table of another model, or None.
@@ -117,15 +111,10 @@ def called(key: str | None) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """A model whose embeddings are read by token.
+    """A model whose embeddings are read by token."""
 
-    Attributes:
-        tokenizer: the tokenizer, which tells the tokens of its rows.
-        rows: number of its rows; tokens with larger numbers have no row.
-    """
-
-    tokenizer: Tokenizer
-    rows: int
+    tokenizer: Tokenizer  # tells the tokens of its rows
+    rows: int  # number of its rows; tokens with larger numbers have no row
 
     def row(self, token: str) -> int:
         """Return the row of a token, or `NONE` if it has none."""
@@ -135,21 +124,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rows of the output's embeddings, for each source; the base's key is None.
+    """The rows of the output's embeddings, for each source; the base's key is None."""
 
-    Attributes:
-        source_rows: for each source, the source's row for each row of the output; `NONE`: the row
-            in `given`; `PADDING`: the mean of all other rows.
-        given: for each source, its row for each row of the output that other sources are given; if
-            several sources have one, their mean is given; `NONE`: it gives no row.
-        tokens: number of rows that are tokens.
-        texts: SHA-256 of the tokens with their numbers.
-    """
-
+    # For each source, the source's row for each row of the output; `NONE`: the row in `given`;
+    # `PADDING`: the mean of all other rows.
     source_rows: Mapping[str | None, Tensor]
+    # For each source, its row for each row of the output that other sources are given; if several
+    # sources have one, their mean is given; `NONE`: it gives no row.
     given: Mapping[str | None, Tensor]
-    tokens: int
-    texts: str
+    tokens: int  # number of rows that are tokens
+    texts: str  # SHA-256 of the tokens with their numbers
 
     @property
     def rows(self) -> int:

@@ -175,21 +175,13 @@ class Added:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer.
-
-    Attributes:
-        folder: folder with its files.
-        files: its files, as they were read.
-        hashes: hashes of the files.
-        ids: the number of every token.
-        added: the tokens that were added to its model, by number.
-    """
+    """A tokenizer."""
 
     folder: Path
-    files: Mapping[str, bytes] = field(repr=False)
+    files: Mapping[str, bytes] = field(repr=False)  # its files, as they were read
     hashes: Mapping[str, str]
-    ids: Mapping[str, int] = field(repr=False)
-    added: Mapping[int, Added]
+    ids: Mapping[str, int] = field(repr=False)  # the number of every token
+    added: Mapping[int, Added]  # the tokens that were added to its model, by number
 
     @cached_property
     def end(self) -> int:

@@ -24,18 +24,13 @@ def is_mergekit(keys: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class ImportLog:
-    """How strictly a recipe is read, and messages about it.
+    """How strictly a recipe is read, and messages about it."""
 
-    Attributes:
-        lenient: whether unknown keys and parameters are left out with a warning; mergekit leaves
-            them out without one.
-        warnings: messages about what was left out.
-        notes: other notes for the reader.
-    """
-
+    # Whether unknown keys and parameters are left out with a warning; mergekit leaves them out
+    # without one.
     lenient: bool = False
-    warnings: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])  # messages about what was left out
+    notes: list[str] = field(default_factory=list[str])  # other notes for the reader
 
 
 @dataclass(frozen=True)
