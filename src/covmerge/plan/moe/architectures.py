@@ -71,11 +71,7 @@ class Architecture:
         return SHARED if shared else None
 
     def config(self, base: Mapping[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-        """Return config.json of the mixture.
-
-        Raises:
-            InputError: the base has another architecture, or a setting that the mixture cannot have.
-        """
+        """Return config.json of the mixture."""
         kind = str(base.get("model_type"))
         if kind not in self.bases:
             bases = " or ".join(self.bases)

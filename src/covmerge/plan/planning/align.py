@@ -209,11 +209,7 @@ def align(base: Model, expert: Model, rules: TensorRules, chosen: ChosenUse) -> 
 
 
 def _align_adapter(base: Model, adapter: Model, chosen: ChosenUse) -> Alignment:
-    """Match an adapter's updates and replaced tensors with the base's; other tensors are unchanged.
-
-    Raises:
-        TensorError: a shape differs from the base's, or the base lacks a tensor that is updated.
-    """
+    """Match an adapter's updates and replaced tensors with the base's; other tensors are unchanged."""
     names: dict[str, str] = {}
     heads: dict[str, str] = {}
     held = {**adapter.headers, **adapter.checkpoint.low_rank}

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import lcm, prod
+from typing import Any
 
 import torch
 
@@ -63,14 +64,9 @@ def build_plans(
     """Plan several recipes over the same checkpoints, so that one reading serves all of them.
 
     All decisions that need only headers are made. The plans have the same items: each item has the
-    same rows of the same tensor, as many as any of the plans must process at once.
-
-    Args:
-        recipes: the recipes; they name the experts in `experts`, in the same order.
-        base: the base checkpoint.
-        experts: checkpoints by expert name.
-        statistics: statistics files by expert name, for methods that use data.
-        whole: whether an item has at least one whole matrix, so that it can be measured.
+    same rows of the same tensor, as many as any of the plans must process at once. If they are to be
+    `whole`, each has at least one whole matrix, so that it can be measured. The recipes name the experts
+    in one order.
 
     Raises:
         InputError: inputs do not fit together; the message has the tensor, the shapes and a next step.
@@ -108,10 +104,8 @@ class _Inputs:
     models: Mapping[str, Model]
     statistics: Statistics
     alone: bool
-    # shared by recipes that differ only in their method
-    aligned: dict[str, Mapping[str, Alignment]] = field(
-        default_factory=dict[str, Mapping[str, Alignment]]
-    )
+    # By the keys of a recipe that decide it: recipes may differ only in their method.
+    aligned: dict[str, Mapping[str, Alignment]] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,7 @@ _WITHOUT = "average (no {} of it)"
 def check_statistics(
     recipe: Recipe, experts: Mapping[str, Checkpoint], statistics: Statistics
 ) -> None:
-    """Check that every method of a recipe has the files that it needs, collected on these models.
-
-    Raises:
-        RecipeError: an expert has no file, or files were collected by different protocols.
-        InputError: a file was collected on another model.
-    """
+    """Check that every method of a recipe has the files that it needs, collected on these models."""
     for method in _methods_of(recipe):
         if method.data == "none":
             continue
@@ -79,12 +74,7 @@ def _methods_of(recipe: Recipe) -> list[Method]:
 
 
 def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
-    """Return a tensor's plan with the names of its statistics; if there are none, it is averaged.
-
-    Raises:
-        TensorError: only some experts have statistics of the tensor, the statistics have another
-            shape, or they come from too few rows.
-    """
+    """Return a tensor's plan with the names of its statistics; if there are none, it is averaged."""
     merge = tensor.merge
     if merge is None:
         return tensor

@@ -47,12 +47,7 @@ def _settings(base: Checkpoint) -> GgufSettings | None:
 
 
 def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Quantised:
-    """Return the tensors with the types that the recipe asks for.
-
-    Raises:
-        RecipeError: the base is no GGUF file, or has types that `gguf` cannot write.
-        CheckpointError: rows have no whole number of blocks.
-    """
+    """Return the tensors with the types that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     settings, quantisation = _settings(base), base.quantisation
     if settings is None or quantisation is None:

@@ -29,12 +29,7 @@ _OF_EXPERTS = "fp8-block"  # transformers loads experts stored separately only i
 
 
 def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
-    """Return the tensors with those packed that the recipe asks for.
-
-    Raises:
-        RecipeError: the base, the method or the layers cannot be packed this way.
-        CheckpointError: a layer's sizes do not fit the format.
-    """
+    """Return the tensors with those packed that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     if wanted == "none":
         return Quantised(tensors)

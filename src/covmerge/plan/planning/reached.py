@@ -33,11 +33,9 @@ def check_reached(
     Args:
         base: the base.
         expert: the expert.
-        placed: by the base's name, the expert's tensor that it is merged with, or that is kept
-            beside it.
-        unplaced: the expert's names of tensors that have no counterpart in the base. Those of its own
-            task head are kept beside the output, and are not lost.
-        missing: the base's names of tensors that the expert lacks.
+        placed: by the base's name, the expert's tensor that it is merged with, or that is kept beside it.
+        unplaced: the expert's tensors without a counterpart in the base; a task head is kept, not lost.
+        missing: the base's tensors that the expert lacks.
 
     Raises:
         TensorError: less than half of the expert's parameters have a place in the base; or, for a

@@ -31,12 +31,9 @@ _SCALED_WHERE_TIED = ("t5", "longt5", "pop2piano", "switch_transformers", "udop"
 def with_ties_undone(
     sources: Mapping[str | None, Checkpoint], form: Literal["model", "adapter"]
 ) -> dict[str | None, Checkpoint]:
-    """Return the sources, with the base (or the first source) untied if some expert needs that.
+    """Return the sources, with the base (None), or the first without one, untied if some expert needs that.
 
-    Args:
-        sources: the base, under the key None, if there is one; then the experts.
-        form: format of the output. Not all releases of PEFT load tied factors, so in an adapter
-            each tensor has its own factors.
+    Not all releases of PEFT load tied factors, so in an adapter each tensor has its own factors.
 
     Raises:
         InputError: a model's config says that its head is untied, and no head is stored; or a model

@@ -31,11 +31,7 @@ FORMS = (
 
 
 def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the place of each marked value, and the values to choose from.
-
-    Raises:
-        RecipeError: a mark is where nothing can be searched, or has other keys beside it.
-    """
+    """Yield the place of each marked value, and the values to choose from."""
     for place, value in _walk(data, ()):
         if not _may_be_marked(place):
             if len(value) == 1 and isinstance(value[SEARCH], list | tuple):

@@ -102,12 +102,7 @@ class Mixture(StrictModel):
         return [name for name in experts if self.shared is None or name != self.shared.expert]
 
     def check(self, experts: Mapping[str, Any]) -> None:
-        """Raise if the section does not fit the experts of the recipe.
-
-        Raises:
-            ValueError: there are too few experts, or prompts are missing, alike, or for unknown
-                experts.
-        """
+        """Raise if the section does not fit the experts of the recipe."""
         named = {"prompts": [*self.prompts], "residual_scale": [*self.residual_scale]}
         if self.shared is not None:
             named["shared"] = [self.shared.expert]
@@ -182,9 +177,6 @@ _THOUSANDS = {"K": 3, "M": 6, "B": 9, "T": 12}
 
 def _tokens(given: str | int) -> int:
     """Return the number of tokens in a text such as `1.5B`.
-
-    Raises:
-        ValueError: the text is no number of tokens.
 
     Example:
         >>> _tokens("1.5B"), _tokens(4096)
@@ -279,9 +271,6 @@ class Run(StrictModel):
         arXiv:2507.17634). Departs from the paper: x_k depends on steps, (s_(k+1) − s_1) / (s_n −
         s_1) · (n − 1) / n, which is k / n if the steps are evenly spaced.
 
-        Raises:
-            RecipeError: a checkpoint would have the weight 0.
-
         Example:
             >>> Run(folder="r", weights="ema", decay=0.5).shares([500, 1000, 1500])
             [0.25, 0.5, 1.0]
@@ -317,10 +306,6 @@ def compile_run(
 
     Full models are averaged directly (`linear`), which needs no base. For adapters the updates are
     averaged (`average`), so that the mean of the products BA is exact.
-
-    Raises:
-        CheckpointError: there are too few checkpoints, or one of them is incomplete.
-        RecipeError: a checkpoint would have the weight 0.
     """
     found = last_steps(run.folder, run.window, beside)
     shares = run.shares([saved.step for saved in found])

@@ -149,11 +149,7 @@ class _Run(Thread):
         start(self)
 
     def resume(self, answer: _Answer) -> None:
-        """Continue the run with the answer to its call, until it stops again.
-
-        Raises:
-            Exception: the error that the run has raised.
-        """
+        """Continue the run with the answer to its call, until it stops again."""
         self._answers.put(answer)
         halt = self._halts.get()
         self.call = halt if isinstance(halt, _Call) else None

@@ -202,8 +202,7 @@ def collect(
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
         with reported(progress, total) as advance:
-            count = _run(model, batches, advance, grams, fisher)
-        found = _contents(model, count, grams, fisher)
+            found = _observed(model, batches, advance, grams, fisher)
         if generated is not None and made is not None:
             notes = [*found.notes, *notes, *_on_shared(generated, made.shared, chosen)]
             found = replace(found, generated=made.as_json(how), notes=notes)
@@ -370,14 +369,14 @@ def _check_base(base: str | Path | None, *, begins: bool) -> None:
         )
 
 
-def _run(
+def _observed(
     model: RunningModel,
     batches: Iterable[Batch],
     advance: Callable[[int], None],
     grams: GramCollector | None,
     fisher: FisherCollector | None,
-) -> int:
-    """Pass every batch to the collectors; return the number of examples."""
+) -> Contents:
+    """Pass every batch to the collectors; return what they have collected."""
     count = 0
     for batch in batches:
         if grams is not None:
@@ -389,12 +388,6 @@ def _run(
         advance(size_of(batch))
     if not count:
         raise InputError(_NOTHING)
-    return count
-
-
-def _contents(
-    model: RunningModel, count: int, grams: GramCollector | None, fisher: FisherCollector | None
-) -> Contents:
     statistics: dict[Kind, list[Statistic]] = {}
     notes: list[str] = []
     if grams is not None:

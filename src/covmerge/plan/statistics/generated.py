@@ -50,11 +50,7 @@ class Sequences:
         }
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches with texts of one length each, so that nothing is padded.
-
-        Raises:
-            InputError: there is no tokenizer, it has no words, or texts have no room for any.
-        """
+        """Yield batches with texts of one length each, so that nothing is padded."""
         tokenizer, source = model.tokenizer(reading), model.checkpoint.source
         before, after = _around(tokenizer)
         words = _words(tokenizer, model.whole.get_input_embeddings().num_embeddings)
@@ -133,12 +129,7 @@ class Leaves:
         return {"kind": "dead leaves", "seed": self.seed}
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches of pictures `(batch, channels, height, width)`.
-
-        Raises:
-            InputError: the config does not state the size of pictures, or the settings that
-                normalise pixels are malformed.
-        """
+        """Yield batches of pictures `(batch, channels, height, width)`."""
         source, folder = model.checkpoint.source, model.checkpoint.folder
         if reading.tokenizer is not None or reading.max_length is not None:
             raise InputError(

@@ -56,11 +56,7 @@ class FisherCollector:
             parameter.requires_grad_(True)
 
     def add(self, batch: Batch) -> None:
-        """Add every example of a batch separately.
-
-        Raises:
-            InputError: the model returns no logits, or an example lacks a label that is needed.
-        """
+        """Add every example of a batch separately."""
         terms_of = self._data if self.labels == "data" else self._from_model
         for example in single(batch):
             with torch.enable_grad():
@@ -198,10 +194,6 @@ class GramCollector:
     them: for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. If inputs have
     weights, which differ between layers, every layer has a separate sum.
 
-    Args:
-        layers: the layers to watch.
-        weights: weights of the inputs; None: all count alike.
-
     Example:
         >>> layer = nn.Linear(2, 3)
         >>> grams = GramCollector([ObservedLayer("fc.weight", layer, 2)])
@@ -245,11 +237,7 @@ class GramCollector:
         return self._statistic((name,), total)
 
     def statistics(self, layers: Sequence[ObservedLayer] | None = None) -> list[Statistic]:
-        """Return the statistics of layers, in their order; layers with the same input have one together.
-
-        Args:
-            layers: the layers; None: all.
-        """
+        """Return the statistics of some or all layers; layers with the same input have one together."""
         groups: dict[str, list[str]] = {}
         for layer in self._layers if layers is None else layers:
             if self._rows(layer):
@@ -257,10 +245,7 @@ class GramCollector:
                 groups.setdefault(leader, []).append(layer.name)
                 if self._calls[layer.name] != self._calls[leader]:
                     raise _diverged(layer.name, leader)
-        found: list[Statistic] = []
-        for leader, names in groups.items():
-            found.append(self._statistic(tuple(names), self._sums[leader]))
-        return found
+        return [self._statistic(tuple(n), self._sums[leader]) for leader, n in groups.items()]
 
     def take(self, layers: Sequence[ObservedLayer]) -> Iterator[Statistic]:
         """Yield the statistics of layers that will not be called again, and release each sum's memory."""

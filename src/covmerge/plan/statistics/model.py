@@ -285,7 +285,7 @@ def load_model(
         checkpoint: a folder, or a repository of the Hub.
         device: the device on which it runs.
         head: whether its head must be stored too.
-        writing: whether the head of a language model must be stored, because the model writes texts.
+        writing: whether that of a language model must be, because the model writes texts.
         by_block: whether weights in `unread` are placeholders, for `Blocks`.
         dtype: the dtype in which it runs.
         attention: transformers' name of the implementation of attention.

@@ -120,12 +120,7 @@ class Contents:
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
-    """Raise if an output is not allowed, before any work is done for it.
-
-    Raises:
-        InputError: the suffix is wrong, the folder is missing, or there is a file that may not be
-            replaced; only statistics files ever are replaced.
-    """
+    """Raise if an output is not allowed, before any work is done; only statistics files are replaced."""
     if not out.name.endswith(SUFFIX):
         raise InputError(f"the output {out} does not end with {SUFFIX}: name it so")
     if not out.parent.is_dir():
@@ -237,15 +232,7 @@ def _room_of(name: str) -> int:
 
 @contextmanager
 def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
-    """Give places for a folder's new files; at the end, all files appear in the folder or none.
-
-    Yields:
-        A function that returns, for the final path of a file, the path to write it to.
-
-    Raises:
-        InputError: see `check_output`, which is called again before the files appear.
-        ResourceError: the disk is full.
-    """
+    """Give the place to write each of a folder's new files to; at the end, all appear there or none."""
     with ExitStack() as stack:
         with disk_errors(folder):
             unfinished = stack.enter_context(scratch_folder(folder, ".covstats-"))

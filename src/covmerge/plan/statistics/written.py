@@ -116,12 +116,7 @@ class Written:
         ]
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches of texts.
-
-        Raises:
-            InputError: there is no start, the start is not in the model's vocabulary, there is no
-                room to write, or the model cannot write.
-        """
+        """Yield batches of texts."""
         from transformers import GenerationConfig
 
         whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
@@ -155,7 +150,7 @@ class Written:
                 texts = _continued(model, prompts, room)
                 if reply is not None:
                     texts = self._answered(model, texts, reply, limit)
-            ids, mask = _padded(texts, pad)
+            ids, mask = padded(texts, pad)
             yield {"input_ids": ids, "attention_mask": mask}
 
     def _starts(self, model: RunningModel, tokenizer: Any, wanted: int) -> list[list[int]]:
@@ -193,7 +188,7 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
     from transformers import LogitsProcessorList
 
     source, how = model.checkpoint.source, model.whole.generation_config
-    ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
+    ids, mask = (each.to(model.device) for each in padded(prompts, how.pad_token_id, left=True))
 
     def checked(_: Tensor, logits: Tensor) -> Tensor:
         # The maximum of a row with NaN is NaN. A token that the model never writes may have -inf.
@@ -224,7 +219,7 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
     return [p + row[:end] for p, row, end in zip(prompts, added, over, strict=True)]
 
 
-def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+def padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
     """Return token ids and mask `(batch, longest)`."""
     longest = max(map(len, texts))
     missing = [longest - len(text) for text in texts]

@@ -36,7 +36,7 @@ from covmerge.plan.vocabulary.tokens import (
     cut_apart,
     hashes_of,
     read_files,
-    read_tokenizers,
+    read_tokenizer,
 )
 
 # Tokenizers' marks for a space; an added token with such a mark is searched in the text itself.
@@ -153,7 +153,8 @@ def _vocabulary(
             f"tokens of its own {_folded(str(owner))}; then pass OUT in its place"
         )
     tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
-    found = read_tokenizers(folders)
+    loaded: dict[str, Tokenizer] = {}
+    found = {key: read_tokenizer(folder, loaded) for key, folder in folders.items()}
     notes: list[str] = []
     sources: dict[str | None, Source] = {}
     for key, tokenizer in found.items():

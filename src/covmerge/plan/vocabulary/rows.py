@@ -66,14 +66,9 @@ class Tables:
 
 
 def tables_of(checkpoint: Checkpoint) -> Tables:
-    """Return the tensors whose first axis is the vocabulary.
+    """Return the tables by token: token embedding, output embedding, and the latter's bias.
 
-    These are token embedding, output embedding, and the latter's bias. Without a config, any number
-    of rows is accepted. With a config, a tensor with another number of rows is not a vocabulary table.
-
-    Raises:
-        InputError: there is no table, their numbers of rows differ, or a tensor has the vocabulary
-            along another axis.
+    With a config, a tensor with another number of rows than it says is none of them.
     """
     size = vocabulary_size(checkpoint.config)
     description = describe_checkpoint(checkpoint)
@@ -168,9 +163,6 @@ def vocabulary(
     """Return the rows of every source, the base first, and notes for the user.
 
     `ids` are the output's tokens with their numbers, and `end` is the largest number plus one.
-
-    Raises:
-        InputError: a rule names a token or a row that its model does not have.
     """
     step = rules.pad_to_multiple_of or 1
     rows = -(-end // step) * step

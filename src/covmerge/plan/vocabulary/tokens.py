@@ -185,11 +185,7 @@ class Tokenizer:
 
     @cached_property
     def end(self) -> int:
-        """The largest number of a token plus one.
-
-        Raises:
-            InputError: so many smaller numbers are unused that no embedding has that many rows.
-        """
+        """The largest number of a token plus one."""
         end = max(self.ids.values(), default=-1) + 1
         if end > 2 * len(self.ids) + _MOST_HOLES:
             raise InputError(
@@ -280,36 +276,20 @@ def _without_offsets(part: Any) -> Any:
     return part
 
 
-def read_tokenizers(
-    folders: Mapping[str | None, Path | None],
-) -> dict[str | None, Tokenizer | None]:
-    """Return the tokenizer in each folder, or None if there is none; equal ones are loaded once.
-
-    Raises:
-        InputError: one cannot be read, or transformers is missing.
-        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
-    """
-    loaded: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
-    found: dict[str | None, Tokenizer | None] = dict.fromkeys(folders)
-    for model, folder in folders.items():
-        files = {} if folder is None else read_files(folder)
-        if folder is not None and files:
-            hashes = hashes_of(files)
-            key = tuple(sorted(hashes.items()))
-            if key not in loaded:
-                loaded[key] = _read(folder, files, hashes)
-            found[model] = replace(loaded[key], folder=folder)
-    return found
+def read_tokenizer(folder: Path | None, loaded: dict[str, Tokenizer]) -> Tokenizer | None:
+    """Return the tokenizer in a folder, or None if there is none; `loaded` keeps those with other files."""
+    files = {} if folder is None else read_files(folder)
+    if folder is None or not files:
+        return None
+    hashes = hashes_of(files)
+    key = json.dumps(sorted(hashes.items()))
+    if key not in loaded:
+        loaded[key] = _read(folder, files, hashes)
+    return replace(loaded[key], folder=folder)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer with their content; none if there is no vocabulary.
-
-    Raises:
-        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
-        InputError: transformers does not know the file with the tokens, or numbers of tokens are
-            invalid.
-    """
+    """Return the files of a tokenizer with their content; none if there is no vocabulary."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     found: dict[str, bytes] = {}
     if not any(matches_any(path.name, _VOCABULARIES) for path in paths):

@@ -38,9 +38,6 @@ def compile_mergekit(
 ) -> dict[str, Any]:
     """Return the covmerge recipe that does what a mergekit recipe says.
 
-    Raises:
-        RecipeError: something cannot be read, is unknown or is refused; the message has the next step.
-
     Example:
         >>> theirs = {
         ...     "merge_method": "linear",
@@ -200,11 +197,7 @@ class Document:
 
 
 def in_order(documents: Sequence[Document]) -> list[Document]:
-    """Return the recipes so that each comes after those whose outputs it names, the unnamed one last.
-
-    Raises:
-        RecipeError: several have no name, a name is used twice, or recipes need each other.
-    """
+    """Return the recipes so that each comes after those whose outputs it names, the unnamed one last."""
     stages: dict[str, Document] = {}
     last: list[Document] = []
     for document in documents:

@@ -130,11 +130,7 @@ _OF_A_LAYER = re.compile(r"(^|\.)\d")  # matches in "layers.1" and "1.mlp", but 
 
 
 def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
-    """Return all of the method's parameters for a piece.
-
-    Raises:
-        RecipeError: a parameter is unknown to the method, is in the wrong place, or is missing.
-    """
+    """Return all of the method's parameters for a piece."""
     around = theirs.around(piece)
     if not theirs.is_theirs:
         return _of_ours(theirs, piece, around)

@@ -54,9 +54,6 @@ def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
 
     A list has one value for each model. Tensors of modules that the recipe omits have the value
     `elsewhere`; None: any value will do.
-
-    Raises:
-        RecipeError: a value already depends on names.
     """
     lists = [cast("list[Any]", value) for value in values.values() if isinstance(value, list)]
     if lists:
@@ -183,11 +180,7 @@ class Theirs:
 
     @cached_property
     def start(self) -> Reference | None:
-        """The base of covmerge's recipe: mergekit's base, or else the model that adapters belong to.
-
-        Raises:
-            RecipeError: adapters belong to several models, or the base has an adapter.
-        """
+        """The base of covmerge's recipe: mergekit's base, or else the model that adapters belong to."""
         adapted = {model.model for model in self.models if model.lora is not None}
         if self.base is not None:
             adapted.add(self.base.model)
@@ -218,11 +211,7 @@ def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
 
 
 def _base(part: Part, way: str) -> Reference | None:
-    """Return the recipe's base, which slices may repeat, or name if the recipe does not.
-
-    Raises:
-        RecipeError: slices have different bases, or only some of them have one.
-    """
+    """Return the recipe's base, which slices may repeat, or name if the recipe does not."""
     said = None if part.data.get("base_model") is None else reference(part, "base_model")
     modules = part.part("modules")
     places = [part] if way == "slices" else [modules.part(name) for name in modules.data]
