@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -105,7 +106,11 @@ def plan_adapter(
     _refuse_modules(tensors)
     adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
     naming = naming_of(tensors, adapters) if form == PEFT_FORM else Naming()
-    merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
+    merged = {
+        t.name: _Merged(t, experts, naming, form)
+        for t in tensors
+        if t.merge is not None and t.changed_by_experts
+    }
     factors = {
         n: item.as_factors(recipe.output.rank) for n, item in merged.items() if item.has_factors
     }
@@ -141,10 +146,10 @@ def plan_adapter(
     vocabulary = [f.module for n, f in factors.items() if merged[n].tensor.info.role in tables]
     notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
     notes += filter(None, [naming.note])
-    left = [t for t in tensors if t.merge is None and t.changed_by_experts]
     by_rule: defaultdict[str, list[str]] = defaultdict(list)
-    for tensor in left:
-        by_rule[tensor.rule].append(tensor.name)
+    for tensor in tensors:
+        if tensor.merge is None and tensor.changed_by_experts:
+            by_rule[tensor.rule].append(tensor.name)
     notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
     return AdapterPlan(
         tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
@@ -189,9 +194,8 @@ def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) ->
 
 def left_out(names: Sequence[str], why: str) -> str:
     """Return a note that tensors are not in an adapter."""
-    more = ", ..." if len(names) > 1 else ""
-    are = "tensor is" if len(names) == 1 else "tensors are"
-    return f"{len(names)} {are} not in the adapter ('{names[0]}'{more}): {why}"
+    more, are = ", ..." if len(names) > 1 else "", counted(len(names), "tensor is", "tensors are")
+    return f"{are} not in the adapter ('{names[0]}'{more}): {why}"
 
 
 def _dtype(
@@ -203,14 +207,7 @@ def _dtype(
     stored = {header.dtype for expert in experts.values() for header in expert.low_rank.values()}
     if not stored:
         stored = {t.stored.dtype for t in tensors if t.merge}
-    first, *others = stored
-    for other in others:
-        first = torch.promote_types(first, other)
-    return first
-
-
-def _is_merged(tensor: TensorPlan) -> bool:
-    return tensor.merge is not None and tensor.changed_by_experts
+    return reduce(torch.promote_types, stored)
 
 
 class _Merged:

@@ -14,7 +14,7 @@ from covmerge.base.settings import KEYS, Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
-from covmerge.plan.recipe.mergekit.compiling import Document, compile_mergekit, in_order
+from covmerge.plan.recipe.mergekit.compiling import Stage, compile_mergekit, in_order
 from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
 from covmerge.plan.recipe.schema import Recipe, WithRun, output_as
@@ -147,7 +147,7 @@ def load_stages(
             )
         return [(out, recipe_of(*documents[0], Path(path).parent, log))]
     log = log or ImportLog()
-    stages = in_order([Document(data, origin, log) for data, origin in documents])
+    stages = in_order([Stage.of(data, origin, log) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
     folders = {stage.name: str(inside / stage.name) for stage in stages if stage.name}
     if stages[-1].name is None:
@@ -157,10 +157,8 @@ def load_stages(
         (
             Path(folders[stage.name]) if stage.name else last,
             _validate(
-                compile_mergekit(stage.recipe, stage.origin, log, places),
-                Origin(
-                    f"{stage.origin.name}, {stage.name or 'the last stage'} as a recipe of covmerge"
-                ),
+                compile_mergekit(stage.part.data, stage.part.origin, log, places),
+                Origin(f"{path}, {stage.name or 'the last stage'} as a recipe of covmerge"),
             ),
         )
         for stage in stages

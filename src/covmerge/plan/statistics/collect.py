@@ -25,7 +25,6 @@ from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.gram import FisherCollector, GramCollector, Labels
 from covmerge.plan.statistics.model import ObservedLayer, RunningModel, check_start, load_model
 from covmerge.plan.statistics.needed import (
-    begin,
     check_memory,
     fits,
     memory_by_block,
@@ -41,7 +40,7 @@ from covmerge.plan.statistics.write import (
     files_in,
     write_statistics,
 )
-from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written
+from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written, begun_by
 
 _NOTHING = "there is no example: pass one batch or more"
 
@@ -193,7 +192,7 @@ def collect(
             needed = memory_needed(opened_base, grams=False)
             check_memory(needed, max_memory, f"{opened_base.source} and what it writes", SMALLER)
             with reported(progress, how.wanted) as advance:
-                examples = generated = begin(opened_base, generated, how, device, advance)
+                examples = generated = _begun(opened_base, generated, how, device, advance)
         model = load_model(expert, device, head="fisher" in chosen, writing=generated is not None)
         made = None if generated is None else generated.made_for(model.whole, expert.source)
         if isinstance(made, Written):
@@ -251,6 +250,19 @@ def _block_by_block(
                 file.add("gram", statistic)
         notes = [*grams.notes(), *_packed_note(model), *notes]
         return file.finish(Contents(expert, {}, count, generated=generated, notes=notes))
+
+
+def _begun(
+    base: Checkpoint,
+    generated: Generated,
+    how: Reading,
+    device: str | torch.device,
+    advance: Callable[[int], None],
+) -> Generated:
+    """Return the inputs with beginnings that the base wrote, at the same temperature and seed."""
+    model = load_model(base, device, head=False, writing=True)
+    begun = begun_by(model, generated.temperature or 1.0, generated.seed, how, advance)
+    return replace(generated, begun=begun)
 
 
 def _layers(model: RunningModel) -> list[ObservedLayer]:
@@ -341,18 +353,15 @@ def fitting(
     `needed` are the bytes of the model and its sums.
     """
     turns = 2 if generated.start == "user" else 1
-    tokens = turns * (generated.tokens or Written.tokens) + (
-        BEGUN if generated.start == "base" else 0
-    )
+    begun = BEGUN if generated.start == "base" else 0
+    tokens = turns * (generated.tokens or Written.tokens) + begun
     wanted = min(how.batch_size or WRITTEN_AT_ONCE, how.wanted)
     most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
     if most < wanted and (how.batch_size or not most):
-        otherwise = (
-            f"pass {Hint('batch_size', most)}, or fewer {Hint('tokens')}" if most else SMALLER
-        )
+        fewer = f"pass {Hint('batch_size', most)}, or fewer {Hint('tokens')}"
         raise ResourceError(
             f"{model.source} and {wanted} texts that it writes at once do not fit the memory: "
-            f"{otherwise}"
+            + (fewer if most else SMALLER)
         )
     note = f"{most} texts were written at once, and not {wanted}, to fit the memory"
     return replace(how, batch_size=most), [note] if most < wanted else []

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
 import torch
 
-from covmerge.base.errors import InputError, ResourceError
+from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
-from covmerge.base.settings import Hint
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import SkeletonUnavailable
 from covmerge.files.tensors.views import matrix_shapes
-from covmerge.plan.statistics.examples import MADE, Batch, Reading, longest_text, size_of
-from covmerge.plan.statistics.generated import LONG, Generated
-from covmerge.plan.statistics.model import OUTSIDE, load_model, unread
-from covmerge.plan.statistics.written import (
-    BEGUN,
-    Begun,
-    Written,
-    ends_of,
-    rows_of,
-    words_of,
-    writes,
-)
+from covmerge.plan.statistics.examples import MADE, Batch, size_of
+from covmerge.plan.statistics.generated import LONG
+from covmerge.plan.statistics.model import OUTSIDE, unread
 
 _BESIDE = 512 * 2**20  # for transformers, and a batch on its way through the model
 _SUM = torch.float64.itemsize
@@ -190,43 +180,3 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
             f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
             f"{allowed.given}: {otherwise}"
         )
-
-
-# The base's part in texts that its experts write: the base begins them, and each expert continues.
-#
-# So experts are observed on texts like the base's, and not only on texts that they would begin
-# themselves.
-
-
-def begin(
-    base: Checkpoint,
-    generated: Generated,
-    reading: Reading,
-    device: str | torch.device,
-    advance: Callable[[int], None],
-) -> Generated:
-    """Return the inputs with beginnings that the base wrote, at the same temperature and seed."""
-    model = load_model(base, device, head=False, writing=True)
-    if not writes(model.whole):
-        raise InputError(
-            f"{base.source} is no language model that writes: leave out {Hint('start', 'base')}"
-        )
-    tokenizer = model.tokenizer(reading)
-    limit = reading.max_length or longest_text(tokenizer, model.whole.config)
-    # At most half of a short text, so that there is room to continue.
-    tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
-    how = Written("bos", tokens, generated.temperature or 1.0, generated.seed)
-    ends = ends_of(model, tokenizer)
-    texts: list[tuple[int, ...]] = []
-    for batch in how.batches(model, reading):
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            unpadded: Any = ids[mask.bool()]
-            text = cast("list[int]", unpadded.tolist())
-            # The first token is the start, which may also be a token that ends texts.
-            over = len(text) > 1 and text[-1] in ends
-            texts.append(tuple(text[:-1] if over else text))
-        advance(size_of(batch))
-    known, written = words_of(tokenizer), sorted({token for text in texts for token in text})
-    words = tuple((token, known[token]) for token in written if token in known)
-    begun = Begun(base.source, tokens, tuple(texts), rows_of(model), words)
-    return replace(generated, begun=begun)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES
 from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.checkpoints.layout import plan_shard
-from covmerge.files.stores.disk import disk_errors, fsync_path
-from covmerge.files.stores.lock import Lock, TakenError
+from covmerge.files.stores.disk import UNFINISHED, disk_errors, finished_name, fsync_path
+from covmerge.files.stores.lock import held_file, remove_abandoned
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.statistics.file import (
     ABOUT_KEY,
@@ -39,42 +38,6 @@ from covmerge.plan.statistics.file import (
     StatisticsFile,
     probe,
 )
-
-# Folders for files in progress; folders left by killed processes are removed when a new one is made.
-
-_TOKEN = "[a-z0-9_]{8}"
-
-
-@contextmanager
-def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
-    """Make a folder that is removed at the end; also remove folders left by processes that ended."""
-    _remove_abandoned(beside, re.compile(re.escape(prefix) + _TOKEN))
-    while True:
-        folder = beside / f"{prefix}{token_hex(4)}"
-        try:
-            lock = Lock(folder)
-        except TakenError:
-            continue  # taken by a process that removes it as abandoned
-        break
-    try:
-        yield folder
-    finally:
-        lock.remove_folder()
-
-
-def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
-    for folder in beside.iterdir():
-        if not pattern.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-            continue
-        try:
-            lock = Lock(folder)
-        except (TakenError, OSError):
-            continue  # it is in use, or belongs to another user
-        if lock.works:
-            lock.remove_folder()
-        else:  # without locks, it is unknown whether it is in use
-            lock.release()
-
 
 _ROOM = 2**18  # bytes for the facts in a file's metadata
 _PIECE = 2**22  # numbers computed at once
@@ -233,21 +196,27 @@ def _room_of(name: str) -> int:
 @contextmanager
 def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
     """Give the place to write each of a folder's new files to; at the end, all appear there or none."""
+    unfinished: dict[Path, Path] = {}
     with ExitStack() as stack:
-        with disk_errors(folder):
-            unfinished = stack.enter_context(scratch_folder(folder, ".covstats-"))
-        outs: list[Path] = []
 
         def place(out: Path) -> Path:
-            outs.append(out)
-            return unfinished / out.name
+            with disk_errors(folder):
+                for other in folder.glob(UNFINISHED):
+                    if finished_name(other.name) == out.name:
+                        remove_abandoned(other)
+                held = False
+                while not held:  # another process may take it for abandoned just then
+                    path = out.with_name(f".{out.name}.{token_hex(4)}.unfinished")
+                    held = stack.enter_context(held_file(path))
+            unfinished[out] = path
+            return path
 
         yield place
-        for out in outs:
+        for out in unfinished:
             check_output(out, overwrite=overwrite)
-        with disk_errors(folder), _all_or_none(outs):
-            for out in outs:
-                (unfinished / out.name).replace(out)
+        with disk_errors(folder), _all_or_none(unfinished):
+            for out, path in unfinished.items():
+                path.replace(out)
             fsync_path(folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
@@ -15,7 +15,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.tensors.skeleton import in_short
-from covmerge.plan.statistics.examples import Batch, Reading, longest_text
+from covmerge.plan.statistics.examples import Batch, Reading, longest_text, size_of
 
 if TYPE_CHECKING:
     from covmerge.plan.statistics.model import RunningModel
@@ -107,7 +107,7 @@ class Written:
     def notes(self, model: RunningModel, reading: Reading) -> list[str]:
         """Return a note on stated end tokens that the model does not have: texts never end with them."""
         ends, where = _stated_ends(model, model.tokenizer(reading))
-        rows = rows_of(model)
+        rows = _rows_of(model)
         beyond = [str(end) for end in ends if not 0 <= end < rows]
         if not beyond:
             return []
@@ -131,7 +131,7 @@ class Written:
             )
         reply = _reply(tokenizer, source) if self.start == "user" else None
         _check_tokens(model, tokenizer, reply or ())
-        ends = ends_of(model, tokenizer)
+        ends = _ends_of(model, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token is fine
         # Other generation settings of a checkpoint (penalties, forbidden words) are not used.
         whole.generation_config = GenerationConfig(
@@ -181,6 +181,42 @@ class Written:
             next(answers) if question else text
             for text, question in zip(texts, questions, strict=True)
         ]
+
+
+def begun_by(
+    base: RunningModel,
+    temperature: float,
+    seed: int,
+    reading: Reading,
+    advance: Callable[[int], None],
+) -> Begun:
+    """Return the beginnings of texts that a base writes, for its experts to continue.
+
+    So experts are observed on texts like the base's, and not only on texts that they would begin
+    themselves.
+    """
+    source = base.checkpoint.source
+    if not writes(base.whole):
+        raise InputError(
+            f"{source} is no language model that writes: leave out {Hint('start', 'base')}"
+        )
+    tokenizer = base.tokenizer(reading)
+    limit = reading.max_length or longest_text(tokenizer, base.whole.config)
+    # At most half of a short text, so that there is room to continue.
+    tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
+    ends = _ends_of(base, tokenizer)
+    texts: list[tuple[int, ...]] = []
+    for batch in Written("bos", tokens, temperature, seed).batches(base, reading):
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            unpadded: Any = ids[mask.bool()]
+            text = cast("list[int]", unpadded.tolist())
+            # The first token is the start, which may also be a token that ends texts.
+            over = len(text) > 1 and text[-1] in ends
+            texts.append(tuple(text[:-1] if over else text))
+        advance(size_of(batch))
+    known, written = _words_of(tokenizer), sorted({token for text in texts for token in text})
+    words = tuple((token, known[token]) for token in written if token in known)
+    return Begun(source, tokens, tuple(texts), _rows_of(base), words)
 
 
 def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list[list[int]]:
@@ -309,9 +345,9 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
         ) from error
 
 
-def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
+def _ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
     """Return the tokens that end a text, without those that the model does not have."""
-    rows = rows_of(model)
+    rows = _rows_of(model)
     return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
 
 
@@ -332,18 +368,18 @@ def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
     ends = cast("list[object]", given) if isinstance(given, list) else [given]
     if not all(type(end) is int for end in ends):  # a truth value is an int in Python
         raise InputError(
-            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {rows_of(model) - 1}: "
+            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {_rows_of(model) - 1}: "
             "correct it, because texts end there"
         )
     return cast("list[int]", ends), where
 
 
-def rows_of(model: RunningModel) -> int:
+def _rows_of(model: RunningModel) -> int:
     """Return the number of tokens of a text model."""
     return model.whole.get_input_embeddings().num_embeddings
 
 
-def words_of(tokenizer: Any) -> dict[int, str]:
+def _words_of(tokenizer: Any) -> dict[int, str]:
     """Return the word of each token."""
     found: dict[str, int] = tokenizer.get_vocab()
     return {number: word for word, number in found.items()}
@@ -351,9 +387,9 @@ def words_of(tokenizer: Any) -> dict[int, str]:
 
 def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) -> None:
     """Raise if a tokenizer returns tokens that the model has no row for."""
-    rows, beyond = rows_of(model), max(tokens, default=0)
+    rows, beyond = _rows_of(model), max(tokens, default=0)
     if beyond >= rows:
-        word = words_of(tokenizer).get(beyond, "")
+        word = _words_of(tokenizer).get(beyond, "")
         raise InputError(
             f"{model.checkpoint.source} has an embedding of {rows} rows, and what its texts go on from has "
             f"the token {beyond} ({shorten(word)}) of its tokenizer: correct the tokenizer, or pass the "
@@ -363,7 +399,7 @@ def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) ->
 
 def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
     """Raise if a base's beginnings have tokens that the model does not have or that differ in it."""
-    rows, source = rows_of(model), model.checkpoint.source
+    rows, source = _rows_of(model), model.checkpoint.source
     otherwise = f"leave out {Hint('start', 'base')}, or name the base that the expert was made of"
     beyond = max(max(text) for text in begun.texts)
     if beyond >= rows:
@@ -371,7 +407,7 @@ def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
             f"{begun.by}, whose embedding has {begun.rows} rows, began a text with the token {beyond}, and "
             f"that of {source} has {rows} rows: {otherwise}"
         )
-    known = words_of(tokenizer)
+    known = _words_of(tokenizer)
     for number, word in begun.words:
         if known.get(number) != word:
             other = shorten(known[number]) if number in known else "none"
