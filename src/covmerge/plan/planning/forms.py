@@ -85,21 +85,27 @@ class MergedRows(Protocol):
 
     def update(self) -> Tensor:
         """Return ΔW in the dtype of the computation."""
+        ...
 
     def exact(self) -> Tensor:
         """Return W_0 + ΔW in the dtype of the computation."""
+        ...
 
     def rounded(self) -> Tensor:
         """Return W_0 + ΔW in the dtype of the output."""
+        ...
 
     def factors(self, rank: int) -> tuple[LowRank, Tensor]:
         """Return ΔW ≈ BA of the given rank in the stored orientation, and all singular values."""
+        ...
 
     def mask(self, expert: str) -> Tensor:
         """Return the mask of an expert: which entries belong to it."""
+        ...
 
     def failure(self, why: str) -> TensorError:
         """Return an error for a result that cannot be stored."""
+        ...
 
 
 class Form:

@@ -35,9 +35,10 @@ class Settings:
         self.shown()
         for name, value in self.given.items():
             if is_varied(value):
-                check_varied(
-                    value, lambda one, name=name: self.method.resolve({name: one}, self.family)
-                )
+                check_varied(value, lambda one, name=name: self._check(name, one))
+
+    def _check(self, name: str, value: object) -> None:
+        self.method.resolve({name: value}, self.family)
 
     def at(self, name: str, depth: float) -> dict[str, Any]:
         found = {key: value_at(value, name, depth) for key, value in self.given.items()}

@@ -193,8 +193,8 @@ def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> Non
         switches = all(isinstance(point, bool) for point in points)
         if not points or not (switches or all(map(is_number, points))):
             raise ValueError(
-                f"{BY_DEPTH} is {_shown(given)}; it is a list of numbers, first layer to last, or truth "
-                "values"
+                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, first layer to last, or "
+                "truth values"
             )
         for point in points:
             check(point)

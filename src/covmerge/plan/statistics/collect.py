@@ -52,6 +52,7 @@ class Progress(Protocol):
 
     def start(self, total: int | None) -> None:
         """Begin; `total` is the number of examples to come, or None if it is unknown."""
+        ...
 
     def advance(self, count: int) -> None: ...
 

@@ -181,9 +181,11 @@ class Weights(Protocol):
     @property
     def relative(self) -> bool:
         """Whether the weights are used unchanged; otherwise they are scaled to mean 1."""
+        ...
 
     def of(self, layer: ObservedLayer, inputs: Tensor) -> Tensor:
         """Return the weights `(rows,)` of inputs `(rows, d_in)`."""
+        ...
 
 
 class GramCollector:

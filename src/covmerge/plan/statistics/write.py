@@ -204,10 +204,10 @@ def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Pat
                 for other in folder.glob(UNFINISHED):
                     if finished_name(other.name) == out.name:
                         remove_abandoned(other)
-                held = False
-                while not held:  # another process may take it for abandoned just then
+                while True:
                     path = out.with_name(f".{out.name}.{token_hex(4)}.unfinished")
-                    held = stack.enter_context(held_file(path))
+                    if stack.enter_context(held_file(path)):
+                        break  # no other process took it for abandoned just then
             unfinished[out] = path
             return path
 

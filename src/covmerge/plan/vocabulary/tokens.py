@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -78,17 +78,17 @@ def _check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, i
 
     transformers gives added tokens the next free numbers; its older releases used the files' numbers.
     """
-    known: Mapping[str, int] | None = None
+
+    @cache
+    def known() -> Mapping[str, int]:
+        return _parsed(folder, files[TOKENIZER]).get_vocab(with_added_tokens=True)
+
     for name, token, number in _stated(folder, files):
         if ids.get(token) == number:
             continue
-        if TOKENIZER in files:
-            # This file has precedence over the others, but does not say anything about tokens that
-            # it lacks.
-            if known is None:
-                known = _parsed(folder, files[TOKENIZER]).get_vocab(with_added_tokens=True)
-            if token in known or token not in ids:
-                continue
+        # This file has precedence over the others, but does not say anything about tokens that it lacks.
+        if TOKENIZER in files and (token in known() or token not in ids):
+            continue
         read = "none" if token not in ids else str(ids[token])
         raise InputError(
             f"{folder / name} gives {shorten(token)} the number {shorten(number)}, and transformers "

@@ -252,8 +252,8 @@ def _say_no_weight(theirs: Theirs) -> None:
 def _check_filters(part: Part, key: str) -> None:
     """Raise if a filter has a layer number of the source, because names here are the output's."""
     for entry in _listed(part.data.get(key)):
-        given = cast("Mapping[str, object]", entry) if isinstance(entry, Mapping) else {}
-        text = given.get("filter")
+        mapping = cast("Mapping[str, object]", entry)
+        text = mapping.get("filter") if isinstance(entry, Mapping) else None
         if isinstance(text, str) and _OF_A_LAYER.search(text):
             part.refuse(
                 f"the filter {text!r} has a number, which in mergekit is that of the source's layer, and "

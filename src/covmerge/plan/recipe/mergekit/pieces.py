@@ -55,13 +55,11 @@ def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
     A list has one value for each model. Tensors of modules that the recipe omits have the value
     `elsewhere`; None: any value will do.
     """
-    lists = [cast("list[Any]", value) for value in values.values() if isinstance(value, list)]
+    lists = {n: cast("list[Any]", value) for n, value in values.items() if isinstance(value, list)}
     if lists:
-        each = (
-            {n: value[i] if isinstance(value, list) else value for n, value in values.items()}
-            for i in range(len(lists[0]))
-        )
-        return [by_module(part, one, elsewhere) for one in each]
+        each = zip(*lists.values(), strict=True)
+        alike = ({**values, **dict(zip(lists, one, strict=True))} for one in each)
+        return [by_module(part, one, elsewhere) for one in alike]
     if any(is_varied(value) and BY_NAME in value for value in values.values()):
         part.refuse(
             "filters beside several modules: leave them out, print the recipe (`covmerge import-mergekit`) "
