@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from math import prod
 from typing import Any
@@ -22,6 +22,7 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.operations import Copy
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -85,22 +86,12 @@ def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor])
 _BIAS = "bias"
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
-    """The plan of all tensors of an adapter."""
-
-    tensors: tuple[TensorPlan, ...]  # the tensors that are merged, compared, or held by the adapter
-    thin: frozenset[str]  # names of tensors whose merge on the factors of the updates is exact
-    parameters: tuple[str, ...]  # names of all tensors of the model that the adapter is loaded over
-    notes: tuple[str, ...]
-
-
 def plan_adapter(
     recipe: Recipe,
     tensors: Sequence[TensorPlan],
     experts: Mapping[str, Checkpoint],
     config: Mapping[str, Any] | None,
-) -> AdapterPlan:
+) -> Formed:
     """Plan every tensor of an output that is an adapter; `config` is the base's."""
     form = recipe.output.names or PEFT_FORM
     _refuse_modules(tensors)
@@ -151,11 +142,11 @@ def plan_adapter(
         if tensor.merge is None and tensor.changed_by_experts:
             by_rule[tensor.rule].append(tensor.name)
     notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
-    return AdapterPlan(
+    return Formed(
         tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
+        tuple(notes),
         frozenset(name for name, item in merged.items() if item.thin and name not in held_whole),
         tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
-        tuple(notes),
     )
 
 

@@ -67,28 +67,22 @@ _IGNORED = "extra tensor (tensors.extra: ignore)"
 
 @dataclass(frozen=True)
 class Alignment:
-    """The match of one expert's tensors with the base's.
+    """The match of one expert's tensors with the base's."""
 
-    Attributes:
-        names: base name -> name in the expert, for tensors that take part in merging.
-        missing: base names that the expert lacks.
-        resized: base names whose vocabulary has another number of rows in the expert -> that number.
-        heads: names in the expert of its own task head.
-        head_bases: base names of task heads; the expert's tensor may have another shape.
-        ignored: names in the expert that a rule leaves out, with the reason.
-        tied: for tensors that the expert stores twice, the name of one -> the name of the other,
-            which is used.
-        rebuilt: base names of buffers that the model's code creates again, and that the expert
-            lacks or has with another shape or kind of dtype.
-    """
-
+    # Base name -> name in the expert, for tensors that take part in merging.
     names: Mapping[str, str]
-    missing: tuple[str, ...]
+    missing: tuple[str, ...]  # base names that the expert lacks
+    # Base names whose vocabulary has another number of rows in the expert -> that number.
     resized: Mapping[str, int]
-    heads: tuple[str, ...]
+    heads: tuple[str, ...]  # names in the expert of its own task head
+    # Base names of task heads; the expert's tensor may have another shape.
     head_bases: tuple[str, ...]
-    ignored: Mapping[str, str]
+    ignored: Mapping[str, str]  # names in the expert that a rule leaves out, with the reason
+    # For tensors that the expert stores twice, the name of one -> the name of the other, which is
+    # used.
     tied: Mapping[str, str]
+    # Base names of buffers that the model's code creates again, and that the expert lacks or has
+    # with another shape or kind of dtype.
     rebuilt: tuple[str, ...]
 
 

@@ -22,7 +22,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Unit
-from covmerge.plan.planning.adapter import AdapterPlan, plan_adapter
+from covmerge.plan.planning.adapter import plan_adapter
 from covmerge.plan.planning.adapter_names import form_of
 from covmerge.plan.planning.align import Alignment, align, check_same_architecture, stored_ties
 from covmerge.plan.planning.costs import Costs, shape_of
@@ -40,7 +40,7 @@ from covmerge.plan.planning.notes import plan_notes
 from covmerge.plan.planning.operations import Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import quantised
 from covmerge.plan.planning.rules import Rules
-from covmerge.plan.planning.types import Plan, PlannedPass, Quantised
+from covmerge.plan.planning.types import Formed, Plan, PlannedPass
 from covmerge.plan.planning.varied import as_mergekit
 from covmerge.plan.planning.work import TOGETHER_ELEMENTS, TensorPlan, WorkItem
 from covmerge.plan.recipe import Recipe
@@ -115,12 +115,10 @@ class _Draft:
     inputs: _Inputs
     recipe: Recipe
     chosen: str | None
-    rules: Rules
     alignments: Mapping[str, Alignment]
     head_names: tuple[str, ...]
-    tensors: tuple[TensorPlan, ...]
-    adapter: AdapterPlan | None = None
-    packed: Quantised | None = None
+    formed: Formed
+    tensors: tuple[TensorPlan, ...]  # those of `formed`, and others that only other drafts have
 
     @property
     def costs(self) -> Costs:
@@ -171,12 +169,11 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
             f"nothing to merge: by the recipe's rules every tensor of {base.checkpoint.source} is copied "
             "from the base"
         )
-    draft = _Draft(inputs, recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
-        packed = quantised(recipe, tensors, base.checkpoint)
-        return replace(draft, tensors=packed.tensors, packed=packed)
-    adapter = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
-    return replace(draft, tensors=adapter.tensors, adapter=adapter)
+        formed = quantised(recipe, tensors, base.checkpoint)
+    else:
+        formed = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
+    return _Draft(inputs, recipe, chosen, alignments, head_names, formed, formed.tensors)
 
 
 def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
@@ -221,15 +218,14 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
             *notes_on_missing_statistics(draft.tensors),
             *(notes_on_unread_statistics(draft.recipe, inputs.statistics) if inputs.alone else ()),
             *plan_notes(draft.recipe, draft.tensors, base, models, draft.alignments),
-            *(() if draft.adapter is None else draft.adapter.notes),
-            *(() if draft.packed is None else draft.packed.notes),
+            *draft.formed.notes,
         ),
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": method},
-        parameters=() if draft.adapter is None else draft.adapter.parameters,
+        parameters=draft.formed.parameters,
         stem=weights_stem(base.checkpoint.config),
-        quantisation=None if draft.packed is None else draft.packed.settings,
-        gguf=None if draft.packed is None else draft.packed.gguf,
+        quantisation=draft.formed.settings,
+        gguf=draft.formed.gguf,
     )
     others = [f"{one.kind} '{one.name}' is not covmerge's own: {one}" for one in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
@@ -273,17 +269,16 @@ def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
 
 def _global_passes(items: Sequence[WorkItem]) -> Iterator[PlannedPass]:
     together: dict[str, list[WorkItem]] = {}
+    found: dict[str, tuple[Merge, float]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
         tensor_items = list(neighbours)
         merge = tensor_items[0].tensor.merge
-        if merge is not None and merge.procedure.ranked(merge.parameters) is not None:
+        density = None if merge is None else merge.procedure.ranked(merge.parameters)
+        if merge is not None and density is not None:
+            found.setdefault(merge.key, (merge, density))
             together.setdefault(merge.key, []).extend(tensor_items)
-    for ranked in together.values():
-        merge = ranked[0].tensor.merge
-        assert merge is not None
-        density = merge.procedure.ranked(merge.parameters)
-        assert density is not None
-        yield PlannedPass(merge, density, tuple(PlannedPass.counting(ranked)))
+    for key, (merge, density) in found.items():
+        yield PlannedPass(merge, density, tuple(PlannedPass.counting(together[key])))
 
 
 def _step(together: Sequence[TensorPlan]) -> int | None:
@@ -344,7 +339,7 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
     merge, inputs, costs = tensor.merge, draft.inputs, draft.costs
     if merge is None:
         return costs.of_copy(tensor, rows)
-    if draft.adapter is not None and tensor.name in draft.adapter.thin:
+    if tensor.name in draft.formed.thin:
         return costs.of_factors(tensor, rows)
     shape = shape_of(tensor, rows)
     dense = not any(

@@ -23,7 +23,7 @@ from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
 from covmerge.files.quantised.writing.layouts import SAME
 from covmerge.plan.planning.forms import PackedTensor
-from covmerge.plan.planning.types import Quantised
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Output, Recipe
 
@@ -46,7 +46,7 @@ def _settings(base: Checkpoint) -> GgufSettings | None:
     return settings if isinstance(settings, GgufSettings) else None
 
 
-def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Quantised:
+def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Formed:
     """Return the tensors with the types that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     settings, quantisation = _settings(base), base.quantisation
@@ -84,7 +84,7 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
     done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
     notes = tuple(_notes(held, kinds, by_keep))
-    return Quantised(done, notes=notes, gguf=_head(settings, quantisation, types))
+    return Formed(done, notes, gguf=_head(settings, quantisation, types))
 
 
 def _kinds(

@@ -98,16 +98,12 @@ class Copy:
 
     Each operation tells whether it `copies`, whether it is `compared`, and which `merge` it does or
     prepares, if any.
-
-    Attributes:
-        compared: whether the experts' tensors are read too, and compared with the base's.
-        reshaped: experts whose tensor has another shape.
-        scale: name of the merged floating-point tensor that scales this tensor's codes; "": there
-            is none.
     """
 
+    # Whether the experts' tensors are read too, and compared with the base's.
     compared: bool = False
-    reshaped: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()  # experts whose tensor has another shape
+    # Name of the merged floating-point tensor that scales this tensor's codes; "": there is none.
     scale: str = ""
 
     copies: ClassVar[bool] = True

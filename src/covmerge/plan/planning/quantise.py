@@ -18,7 +18,7 @@ from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME, with_plain
 from covmerge.files.quantised.writing.like import as_stored, is_written
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
-from covmerge.plan.planning.types import Quantised
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -28,11 +28,11 @@ _TIED_HEAD = "lm_head"
 _OF_EXPERTS = "fp8-block"  # transformers loads experts stored separately only in this format
 
 
-def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
+def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Formed:
     """Return the tensors with those packed that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     if wanted == "none":
-        return Quantised(tensors)
+        return Formed(tensors)
     if any(tensor.form.masks for tensor in tensors):
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
@@ -82,7 +82,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
     for pattern in unused:
         _check_pattern(pattern, [tensor.name for tensor in tensors])
-    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, by_keep, unused)))
+    notes = tuple(_notes(wanted, done, packed, by_keep, unused))
+    return Formed(tuple(done), notes, settings=settings)
 
 
 def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:

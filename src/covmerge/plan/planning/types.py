@@ -76,14 +76,16 @@ class PlannedPass:
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """The tensors of a model, some of which are stored packed."""
+class Formed:
+    """An output's tensors with their forms, and what else its files need."""
 
-    tensors: tuple[TensorPlan, ...]  # all of them, with their forms
-    # `quantization_config` of config.json; None: nothing is packed.
-    settings: Mapping[str, Any] | None = None
-    notes: tuple[str, ...] = ()  # what a user should know
-    gguf: GgufHead | None = None  # what a GGUF file has beside them, where they are written as one
+    tensors: tuple[TensorPlan, ...]
+    notes: tuple[str, ...] = ()
+    # In an adapter, the tensors whose merge on the factors of the updates is exact.
+    thin: frozenset[str] = frozenset()
+    parameters: tuple[str, ...] = ()  # all tensors of the model that an adapter is loaded over
+    settings: Mapping[str, Any] | None = None  # `quantization_config` of config.json, if it has one
+    gguf: GgufHead | None = None  # what a GGUF file has beside its tensors
 
 
 @dataclass(frozen=True, repr=False)

@@ -27,35 +27,26 @@ TOGETHER_ELEMENTS = 2**25
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan of one tensor of the output.
+    """The plan of one tensor of the output."""
 
-    Attributes:
-        stored: its header in the base.
-        output: its header in the output (the base's name and shape, the output dtype).
-        info: its description in the model; its role is `head` if each expert keeps its own.
-        operation: the operation on it, and the `rule` that determined it.
-        operands: the tensors that are merged, by expert. Experts that take no part are missing.
-        base: the tensor that updates are differences from, and that the merged update is added to;
-            for a copy, the tensor that is copied. None: updates are given directly, and the base is
-            not needed.
-        form: the form of the result in the output.
-        statistics: for each expert, the tensor's name in its statistics file; empty if the method
-            needs no data.
-        matrices: how it contains `(d_out, d_in)` matrices, whether or not the method uses them;
-            None: it contains none, or none of a layer.
-        ties: the other parameters that the config ties to it; it is stored for them too.
-    """
-
-    stored: TensorHeader
-    output: TensorHeader
+    stored: TensorHeader  # its header in the base
+    output: TensorHeader  # its header in the output (the base's name and shape, the output dtype)
+    # Its description in the model; its role is `head` if each expert keeps its own.
     info: TensorInfo
-    operation: Operation
+    operation: Operation  # the operation on it, and the `rule` that determined it
     rule: str
+    # The tensors that are merged, by expert. Experts that take no part are missing.
     operands: Mapping[str, Operand]
+    # The tensor that updates are differences from, and that the merged update is added to; for a
+    # copy, the tensor that is copied. None: updates are given directly, and the base is not needed.
     base: Operand | None
-    form: Form = field(default_factory=ModelTensor)
+    form: Form = field(default_factory=ModelTensor)  # the form of the result in the output
+    # For each expert, the tensor's name in its statistics file; empty if the method needs no data.
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
+    # How it contains `(d_out, d_in)` matrices, whether or not the method uses them; None: it
+    # contains none, or none of a layer.
     matrices: MatrixLayout | None = None
+    # The other parameters that the config ties to it; it is stored for them too.
     ties: tuple[str, ...] = ()
 
     @property

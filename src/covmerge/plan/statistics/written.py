@@ -131,7 +131,7 @@ class Written:
             )
         reply = _reply(tokenizer, source) if self.start == "user" else None
         _check_tokens(model, tokenizer, reply or ())
-        ends = _ends_of(model, tokenizer)
+        ends = ends_of(model, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token is fine
         # Other generation settings of a checkpoint (penalties, forbidden words) are not used.
         whole.generation_config = GenerationConfig(
@@ -204,7 +204,7 @@ def begun_by(
     limit = reading.max_length or longest_text(tokenizer, base.whole.config)
     # At most half of a short text, so that there is room to continue.
     tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
-    ends = _ends_of(base, tokenizer)
+    ends = ends_of(base, tokenizer)
     texts: list[tuple[int, ...]] = []
     for batch in Written("bos", tokens, temperature, seed).batches(base, reading):
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
@@ -345,7 +345,7 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
         ) from error
 
 
-def _ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
+def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
     """Return the tokens that end a text, without those that the model does not have."""
     rows = _rows_of(model)
     return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
