@@ -97,16 +97,13 @@ def _kinds(
     """
     all_full = all(held[name] == _FULL for name in matrices)
     for name, stored in names.items():
+        stays = name not in matrices or stored in _STAY or stored.endswith(_ROUTERS)
         if wanted in (SAME, GGUF):
             yield own_or_higher(held[name]) if wanted == GGUF else held[name]
-        elif name not in matrices or _stays(stored) or (held[name] == _FULL and not all_full):
+        elif stays or (held[name] == _FULL and not all_full):
             yield held[name]
         else:
             yield wanted.partition("-")[2].upper()
-
-
-def _stays(name: str) -> bool:
-    return name in _STAY or name.endswith(_ROUTERS)
 
 
 def own_or_higher(kind: str) -> str:

@@ -92,7 +92,8 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
     if path[-1:] == ("weight",) and isinstance(given, int | float) and given < 0:
         hint = f"; {subtract()}"
     place = _place(path, origin)
-    return f"{where}: {place} is {_value(given)}; it must be {_wanted(detail)}{hint}"
+    value = "empty" if given is None else shorten(given)
+    return f"{where}: {place} is {value}; it must be {_wanted(detail)}{hint}"
 
 
 def _wanted(detail: ErrorDetails) -> str:
@@ -126,7 +127,3 @@ def _place(path: KeyPath, origin: Origin) -> str:
     if not path:
         return "the recipe"
     return setting_named(path, _CALLERS.get(origin.name, "recipe")) or key_path(path)
-
-
-def _value(value: object) -> str:
-    return "empty" if value is None else shorten(value)

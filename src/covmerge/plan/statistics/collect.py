@@ -138,7 +138,10 @@ def collect(
     """
     start = time.perf_counter()
     out = local_path(out).expanduser()
-    chosen, source = _checked_kinds(kinds), _checked_labels(labels)
+    chosen = _checked_kinds(kinds)
+    if labels not in get_args(Labels):
+        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
+    source = cast("Labels", labels)
     generated = examples if isinstance(examples, Generated) else None
     if generated is not None:
         _check_generated(reading)
@@ -328,12 +331,6 @@ def reported(progress: Progress | None, total: int | None) -> Generator[Callable
         yield progress.advance
     finally:
         progress.finish()
-
-
-def _checked_labels(labels: str) -> Labels:
-    if labels not in get_args(Labels):
-        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
-    return cast("Labels", labels)
 
 
 def _check_generated(reading: ReadingOptions) -> None:

@@ -322,7 +322,9 @@ def load_model(
     backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
     pooler = getattr(backbone, "pooler", None)
-    if missing and not head and pooler is not None and missing == _under(pooler, model):
+    of_pooler = set[int]() if pooler is None else set(map(id, pooler.parameters()))
+    unpooled = sorted(n for n, value in model.named_parameters() if id(value) in of_pooler)
+    if missing and not head and missing == unpooled:
         # It was saved without a pooler (`add_pooling_layer=False`), which the config does not say.
         backbone.pooler, missing = None, []
     if missing:
@@ -339,12 +341,6 @@ def load_model(
     return RunningModel(checkpoint, skeleton, model, backbone)
 
 
-def _under(module: Any, model: Any) -> list[str]:
-    """Return the names that a module's parameters have in the model, sorted."""
-    ids = set(map(id, module.parameters()))
-    return sorted(name for name, value in model.named_parameters() if id(value) in ids)
-
-
 def _load(
     transformers: Any,
     skeleton: Skeleton,
@@ -356,8 +352,8 @@ def _load(
     """Return the model, with placeholders for `later`, and the names of parameters that are not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    as_read = checkpoint.quantisation is not None or not _holds_weights(checkpoint.folder)
-    if later or as_read:
+    loadable = source is not None and any((source / name).is_file() for name in PREFERRED)
+    if later or checkpoint.quantisation is not None or not loadable:
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
         weights = {
             name: placeholder(header.shape) if name in later else checkpoint.read(name)
@@ -376,11 +372,6 @@ def _load(
         )
     found = cast("Mapping[str, Any]", info)
     return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
-
-
-def _holds_weights(folder: Path | None) -> bool:
-    """Return whether a folder has weights that transformers can load itself."""
-    return folder is not None and any((folder / name).is_file() for name in PREFERRED)
 
 
 def require_transformers(why: str = "collecting runs the model") -> Any:

@@ -129,7 +129,10 @@ class Written:
                 f"{source}: the start '{self.start}' has {longest} tokens and a text at most {limit}: "
                 f"pass another {Hint('start')}, or a larger {Hint('max_length')}"
             )
-        reply = _reply(tokenizer, source) if self.start == "user" else None
+        reply: list[int] | None = None
+        if self.start == "user":
+            _, said = _turn(tokenizer, source)
+            reply = cast("list[int]", tokenizer(said, add_special_tokens=False)["input_ids"])
         _check_tokens(model, tokenizer, reply or ())
         ends = ends_of(model, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token is fine
@@ -315,11 +318,6 @@ def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
     if not ids:
         raise InputError(f"the chat template of {source} is empty: pass {Hint('start', 'bos')}")
     return ids
-
-
-def _reply(tokenizer: Any, source: str) -> list[int]:
-    """Return the tokens between the user's message and the answer."""
-    return tokenizer(_turn(tokenizer, source)[1], add_special_tokens=False)["input_ids"]
 
 
 def _turn(tokenizer: Any, source: str) -> tuple[str, str]:

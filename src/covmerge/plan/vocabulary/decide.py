@@ -194,7 +194,7 @@ def _vocabulary(
     if folder is None or found[owner] is None:
         raise InputError(f"{called(owner)} has no tokenizer: name another `source` in `tokenizer`")
     of_another = owner != first
-    generation = safe_child(folder, "generation_config.json")
+    generation = safe_child(folder, "generation_config.json") if of_another else None
     if of_another and (folder / MORE_TEMPLATES).is_dir():
         notes.append(f"not copied from {folder}: {MORE_TEMPLATES}/")
     files = TokenizerFiles(
@@ -204,7 +204,7 @@ def _vocabulary(
         extended=extended,
         added={ids[one.content]: one for one in more},
         special=models[owner].config if of_another else None,
-        generation=read_object(generation) if of_another and generation.is_file() else None,
+        generation=read_object(generation) if generation and generation.is_file() else None,
     )
     return Text(decided, tables, files, (*row_notes, *notes))
 
