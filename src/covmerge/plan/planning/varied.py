@@ -30,6 +30,11 @@ class Settings:
     given: Mapping[str, Any]
     family: str | None
 
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """Names of the parameters that differ from tensor to tensor."""
+        return tuple(key for key, value in self.given.items() if is_varied(value))
+
     def check(self) -> None:
         """Check the names of the parameters, and every value that they can have."""
         self.shown()
@@ -44,10 +49,9 @@ class Settings:
         found = {key: value_at(value, name, depth) for key, value in self.given.items()}
         said = {key: value for key, value in found.items() if value is not UNSAID}
         parameters = self.method.resolve(said, self.family)
-        varied = next((key for key, value in self.given.items() if is_varied(value)), None)
-        if varied is not None and self.method.ranked(parameters) is not None:
+        if self.varied and self.method.ranked(parameters) is not None:
             raise RecipeError(
-                f"method '{self.method.name}': '{varied}' differs from tensor to tensor, and the "
+                f"method '{self.method.name}': '{self.varied[0]}' differs from tensor to tensor, and the "
                 "largest entries are looked for in all of them together: rank each tensor by itself with "
                 "`trim: tensor`, or give one value"
             )
