@@ -43,7 +43,7 @@ from covmerge.plan.recipe.mergekit.reading import ImportLog
 from covmerge.plan.statistics import Reading, StatisticsFile
 from covmerge.plan.statistics.examples import read_texts
 from covmerge.plan.vocabulary.files import template_of
-from covmerge.plan.vocabulary.tokens import Reader as TokenizerReader
+from covmerge.plan.vocabulary.tokens import read_tokenizer
 from covmerge.run.export.parents import read_licence
 from covmerge.run.recompute import recompute
 from covmerge.run.verification import verify
@@ -454,7 +454,7 @@ def _build_tokenizer() -> None:
 
 def _read_tokenizer(path: Path) -> None:
     template_of(path)
-    found = TokenizerReader().read(path)
+    found = read_tokenizer(path, {})
     if found is not None:
         assert found.end >= 0
 

@@ -26,7 +26,7 @@ from covmerge.files.tensors.skeleton import SkeletonUnavailable, build_skeleton,
 from covmerge.plan.recipe import parse_recipe
 from covmerge.plan.statistics import Reading
 from covmerge.plan.statistics.examples import read_texts
-from covmerge.plan.vocabulary.tokens import Reader
+from covmerge.plan.vocabulary.tokens import read_tokenizer
 from covmerge.run.engine.processes import _serve
 from covmerge.run.engine.threads import Threads
 from covmerge.run.export.companions import copy_companions
@@ -184,7 +184,7 @@ def test_a_tokenizer_that_makes_a_library_panic(tmp_path):
     with pytest.raises(
         InputError, match=r"base: transformers cannot load its tokenizer .*panicked"
     ):
-        Reader().read(tmp_path / "base")
+        read_tokenizer(tmp_path / "base", {})
 
 
 def test_a_config_of_very_many_keys_is_not_built():

@@ -11,8 +11,6 @@ from covmerge.files.stores import lock, regular_file
 from covmerge.files.stores.disk import disk_errors, replace_file
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import REMOVED, Lock, held_file
-from covmerge.plan.statistics import write
-from covmerge.plan.statistics.write import scratch_folder
 from tests.advised import advice
 
 
@@ -101,25 +99,6 @@ def test_what_a_killed_removal_left_goes_with_the_folder(tmp_path: Path, monkeyp
     monkeypatch.setattr(Path, "rmdir", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
         held.remove_folder()
-
-
-def test_abandoned_scratch_folders_are_removed_and_no_others(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / ".w-00000000").symlink_to("elsewhere")
-    (tmp_path / ".w-11111111").mkdir()
-    (tmp_path / ".w-22222222").mkdir()
-    used = Lock(tmp_path / ".w-22222222")
-    tokens = iter(["22222222", "33333333"])  # the first is taken
-    monkeypatch.setattr(write, "token_hex", lambda _: next(tokens))
-    with scratch_folder(tmp_path, ".w-") as folder:
-        assert folder.name == ".w-33333333"
-        left = {path.name for path in tmp_path.iterdir()}
-        assert left == {"elsewhere", ".w-00000000", ".w-22222222", ".w-33333333"}
-    used.release()
-    monkeypatch.setattr(lock, "lock_descriptor", failing(errno.ENOLCK))
-    monkeypatch.setattr(write, "token_hex", lambda _: "44444444")
-    with scratch_folder(tmp_path, ".w-"):
-        assert (tmp_path / ".w-22222222").is_dir()  # nothing tells whether it is in use
 
 
 def test_what_a_killed_writer_of_a_file_left_is_removed_by_the_next(

@@ -62,9 +62,7 @@ def test_an_adapter_of_another_base(lora, tmp_path):
     torch.manual_seed(0)
     gpt2().save_pretrained(tmp_path / "gpt2")
     base = lora.folder.parent / "base"
-    refused(
-        advice("that the base ({}) lacks: {}. Is it an adapter of this base?"), BASE, lora.folder
-    )
+    refused(advice("that {} lacks: {}. Is it an adapter of this base?"), BASE, lora.folder)
     llama(hidden_size=32).save_pretrained(tmp_path / "wide")
     said = advice(
         "it is no adapter of this base. Name the base that it was trained on, or leave it out"

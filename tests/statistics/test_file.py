@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.stores.lock import Lock
+from covmerge.files.stores.lock import held_file
 from covmerge.plan.statistics import StatisticsFile, collect, file, write
 from tests.e2e.models import build, fine_tuned
 from tests.statistics.models import classifier, save, write_texts
@@ -268,15 +268,20 @@ class TestOutput:
         assert list(tmp_path.iterdir()) == []
 
     def test_what_a_killed_run_left_is_removed_and_nothing_else(self, model, collected, tmp_path):
-        for name in (".covstats-0a1b2c3d", ".covstats-in_use_0", ".covstats-of the user"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "x.covstats.safetensors").write_bytes(b"half")
-        (tmp_path / ".covstats-a_link_0").symlink_to(tmp_path / ".covstats-of the user")
-        in_use = Lock(tmp_path / ".covstats-in_use_0")
-        collect(model, model.parent / "a.txt", tmp_path / "x.covstats.safetensors")
-        in_use.release()
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            ".covstats-a_link_0", ".covstats-in_use_0", ".covstats-of the user",
-            "x.covstats.safetensors",
-        ]  # fmt: skip
-        assert (tmp_path / ".covstats-of the user" / "x.covstats.safetensors").exists()
+        killed, used, other = (
+            tmp_path / f".{name}.unfinished"
+            for name in (
+                "x.covstats.safetensors.0a1b2c3d",
+                "x.covstats.safetensors.1a1b2c3d",
+                "y.covstats.safetensors.2a1b2c3d",
+            )
+        )
+        killed.write_bytes(b"half")
+        other.write_bytes(b"of another file")
+        with held_file(used):
+            collect(model, model.parent / "a.txt", tmp_path / "x.covstats.safetensors")
+            assert {path.name for path in tmp_path.iterdir()} == {
+                used.name,
+                other.name,
+                "x.covstats.safetensors",
+            }

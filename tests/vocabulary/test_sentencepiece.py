@@ -17,7 +17,7 @@ from covmerge.errors import InputError
 from covmerge.front.api import run_recipe
 from covmerge.front.cli import app
 from covmerge.plan.recipe import parse_recipe
-from covmerge.plan.vocabulary.tokens import Reader
+from covmerge.plan.vocabulary.tokens import read_tokenizer
 from tests.advised import advice
 
 MODELS = Path(__file__).parent / "sentencepiece"
@@ -196,9 +196,9 @@ def test_without_the_package_it_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as hidden:
         hidden.setitem(sys.modules, "sentencepiece", None)
         with pytest.raises(InputError, match=said) as told:
-            Reader().read(tmp_path / "a")
+            read_tokenizer(tmp_path / "a", {})
     assert re.search(install, str(told.value))
-    Reader().read(tmp_path / "a")
+    read_tokenizer(tmp_path / "a", {})
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 499723\n"
@@ -211,7 +211,7 @@ def test_a_file_that_is_none_is_named(tmp_path, content):
     save(tmp_path / "a", llama, "llama", 340, LLAMA)
     (tmp_path / "a" / "tokenizer.model").write_bytes(content)
     with pytest.raises(InputError, match=r"a: tokenizer.model is no SentencePiece model \("):
-        Reader().read(tmp_path / "a")
+        read_tokenizer(tmp_path / "a", {})
 
 
 ODD = {
@@ -282,7 +282,7 @@ def test_added_tokens_json_that_says_what_tokenizer_json_does_is_read(tmp_path):
     added = tmp_path / "added_tokens.json"
     for told in ({"<x>": 340, "<y>": 341}, {"<x>": 341}, {"<z>": 342}):
         added.write_text(json.dumps(told))
-        ids = Reader().read(tmp_path).ids
+        ids = read_tokenizer(tmp_path, {}).ids
         assert [ids["<x>"], ids["<y>"], ids.get("<z>", 342)] == [340, 341, 342]
 
 
@@ -292,7 +292,7 @@ def test_a_number_of_more_digits_than_any_table_has_rows_is_refused(tmp_path, nu
     added = {"added_tokens_decoder": {number: {"content": "<x>", "special": True}}}
     save(tmp_path / "a", llama, "llama", 340, LLAMA | added)
     with pytest.raises(InputError, match=r"tokenizer_config.json gives '<x>' the number '1"):
-        Reader().read(tmp_path / "a")
+        read_tokenizer(tmp_path / "a", {})
 
 
 @pytest.mark.parametrize("listed", [["<x>"], "<x>", 340])
@@ -300,7 +300,7 @@ def test_a_list_of_added_tokens_that_is_no_object_is_named(tmp_path, listed):
     pytest.importorskip("sentencepiece")
     save(tmp_path / "a", llama, "llama", 340, LLAMA | {"added_tokens_decoder": listed})
     with pytest.raises(InputError, match=r"tokenizer_config.json gives added_tokens_decoder "):
-        Reader().read(tmp_path / "a")
+        read_tokenizer(tmp_path / "a", {})
 
 
 def test_mistrals_other_file_alone_is_named(tmp_path):

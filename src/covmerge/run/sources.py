@@ -23,9 +23,8 @@ from covmerge.files.stores.store import stamp_of
 from covmerge.files.tensors.shown import Donor, same_values
 from covmerge.maths.methods import registry
 from covmerge.plan.moe.view import mixed
-from covmerge.plan.planning.align import Model, model_in_memory, over_base
 from covmerge.plan.planning.build import build_plans
-from covmerge.plan.planning.made_on import on_part
+from covmerge.plan.planning.models import Model, model_in_memory, on_part, over_base
 from covmerge.plan.planning.operations import BASE, MERGED, expert_key
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.planning.ties import with_ties_undone
@@ -210,7 +209,7 @@ class OpenCheckpoints:
             for key, checkpoint in self.all()
         }
         for name, file in self.statistics.items():
-            found[f"statistics {name}"] = {"source": file.source, "content": file.identity()}
+            found[f"statistics {name}"] = {"source": str(file.path), "content": file.identity()}
         return found
 
     def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -328,8 +327,8 @@ def open_checkpoints(
         if plain is not None and views.form == "adapter":
             plain = sources[None] = model_in_memory(plain, adapters.values())
         if adapters and plain is not None:
-            described = Model.of(plain).description
-            adapters = {n: on_part(adapter, plain, described) for n, adapter in adapters.items()}
+            whole = Model.of(plain)
+            adapters = {n: on_part(adapter, whole) for n, adapter in adapters.items()}
             given |= adapters
         sources |= {name: unwrapped(dequantised(model), plain) for name, model in given.items()}
         sources = with_ties_undone(sources, views.form)

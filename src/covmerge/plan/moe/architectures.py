@@ -19,47 +19,34 @@ SHARED = -1  # stands for a routed expert's number
 
 @dataclass(frozen=True)
 class Architecture:
-    """A mixture-of-experts architecture.
+    """A mixture-of-experts architecture."""
 
-    Attributes:
-        bases: model types of the dense models that it can hold, each with config fields that must
-            not be set, because the mixture has no counterpart.
-        block: name of the mixture in its layers.
-        parts: for each matrix of a dense MLP, its name in an expert.
-        settings: fields of config.json in addition to the base's.
-        count: its key for the number of experts.
-        widths: its keys for the width of an expert.
-        dropped: fields of the base's config that it does not have.
-        norm: name of the norm before a layer's MLP; None: there is none.
-        bias: name of the vector, here zero, that its blocks add to the router's scores before
-            choosing experts.
-        shared: name in its blocks of the expert for every token; None: there is none.
-        shared_gate: name of this expert's gate, whose sigmoid is its weight; None: it is added
-            unweighted.
-    """
-
+    # Model types of the dense models that it can hold, each with config fields that must not be
+    # set, because the mixture has no counterpart.
     bases: Mapping[str, tuple[str, ...]]
-    block: str
-    parts: Mapping[str, str]
-    settings: Mapping[str, Any]
-    count: str
-    widths: tuple[str, ...] = ("intermediate_size",)
-    dropped: tuple[str, ...] = ()
+    block: str  # name of the mixture in its layers
+    parts: Mapping[str, str]  # for each matrix of a dense MLP, its name in an expert
+    settings: Mapping[str, Any]  # fields of config.json in addition to the base's
+    count: str  # its key for the number of experts
+    widths: tuple[str, ...] = ("intermediate_size",)  # its keys for the width of an expert
+    dropped: tuple[str, ...] = ()  # fields of the base's config that it does not have
+    # Name of the norm before a layer's MLP; None: there is none.
     norm: str | None = "post_attention_layernorm"
+    # Name of the vector, here zero, that its blocks add to the router's scores before choosing
+    # experts.
     bias: str | None = None
+    # Name in its blocks of the expert for every token; None: there is none.
     shared: str | None = None
+    # Name of this expert's gate, whose sigmoid is its weight; None: it is added unweighted.
     shared_gate: str | None = None
 
     def gate(self, layer: str) -> str:
-        """Return the name of a layer's router."""
         return f"{layer}.{self.block}.gate.weight"
 
     def is_gate(self, name: str) -> bool:
-        """Return whether a tensor of the mixture is a router."""
         return name.endswith(f".{self.block}.gate.weight")
 
     def is_shared_gate(self, name: str) -> bool:
-        """Return whether a tensor of the mixture is the gate of a shared expert."""
         return self.shared_gate is not None and name.endswith(f".{self.block}.{self.shared_gate}")
 
     def expert(self, layer: str, index: int, part: str) -> str:
@@ -84,11 +71,7 @@ class Architecture:
         return SHARED if shared else None
 
     def config(self, base: Mapping[str, Any], experts: int, per_token: int) -> dict[str, Any]:
-        """Return config.json of the mixture.
-
-        Raises:
-            InputError: the base has another architecture, or a setting that the mixture cannot have.
-        """
+        """Return config.json of the mixture."""
         kind = str(base.get("model_type"))
         if kind not in self.bases:
             bases = " or ".join(self.bases)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,120 +13,59 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.moe.architectures import ARCHITECTURES, EMBEDDING
 from covmerge.plan.moe.prompts import HiddenStates, last_states, mean_embeddings, mean_states
 from covmerge.plan.moe.updates import OfUpdates
-from covmerge.plan.recipe.sections import Mixture, Prompts
+from covmerge.plan.recipe.sections import Mixture
 
 _NEARLY_DEPENDENT = 5.0  # condition number above which mergekit-moe warns too
 
 
 @dataclass(frozen=True)
 class Gates:
-    """The routers of a mixture.
+    """The routers of a mixture."""
 
-    Attributes:
-        shape: shape of each: number of experts, size of the hidden states.
-        of: function that returns the router of a layer, float32; a last row is the gate of a shared
-            expert.
-        notes: notes for the user.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # of each: number of experts, size of the hidden states
+    # Function that returns the router of a layer, float32; a last row is the gate of a shared
+    # expert.
     of: Callable[[int], Tensor]
     notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The inputs of routers: the recipe's section, the base (None), its experts and number of layers."""
-
-    moe: Mixture
-    sources: Mapping[str | None, Checkpoint]
-    experts: Sequence[str]
-    layers: int
-
-    @property
-    def routed(self) -> list[str]:
-        return self.moe.routed(self.experts)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.routed), self.sources[None].headers[EMBEDDING].shape[1]
-
-    @property
-    def prompts(self) -> list[Prompts]:
-        """The prompts of the routed experts, and of a shared expert that has a gate."""
-        shared = self.moe.shared
-        names = [*self.routed, *([shared.expert] if shared is not None and shared.gated else ())]
-        return [self.moe.prompts[name] for name in names]
-
-    def drawn(self, draw: Callable[..., Tensor]) -> Tensor:
-        """Return random numbers for all experts of all layers, a shared one too, as in mergekit-moe."""
-        shape = (self.layers, len(self.experts), self.shape[1])
-        return draw(shape, generator=torch.Generator().manual_seed(self.moe.seed))
 
 
 def gates_of(
     moe: Mixture, sources: Mapping[str | None, Checkpoint], experts: Sequence[str], layers: int
 ) -> Gates:
-    """Return the routers of all layers.
-
-    Args:
-        moe: section of the recipe.
-        sources: the dense base (None), and its experts if they are read.
-        experts: names of all experts, in order.
-        layers: number of layers.
-    """
-    found = _WAYS[moe.gates](_Asked(moe, sources, experts, layers))
-    if moe.prompted or not moe.prompts:
-        return found
-    unread = f"`gates: {moe.gates}` reads no prompts: those of the recipe have no part in it"
-    return replace(found, notes=(*found.notes, unread))
-
-
-def _normal(asked: _Asked) -> Gates:
-    return _known(asked, asked.drawn(torch.randn))
-
-
-def _uniform(asked: _Asked) -> Gates:
-    bound = asked.shape[1] ** -0.5
-    return _known(asked, asked.drawn(torch.rand) * 2 * bound - bound)
-
-
-def _embedded(asked: _Asked) -> Gates:
-    rows = mean_embeddings(asked.prompts, asked.sources[None])
-    return _known(asked, rows.expand((asked.layers, *rows.shape)))
+    """Return the routers of all layers, from the dense base (None) and its experts if they are read."""
+    base, routed, notes = sources[None], moe.routed(experts), list[str]()
+    shape = len(routed), base.headers[EMBEDDING].shape[1]
+    shared = [moe.shared.expert] if moe.shared is not None and moe.shared.gated else []
+    prompts = [moe.prompts[name] for name in (*routed, *shared)] if moe.prompted else []
+    of: Callable[[int], Tensor]
+    if moe.gates == "update":
+        of = OfUpdates(sources, routed, ARCHITECTURES[moe.architecture].norm)
+    elif moe.late:
+        of = HiddenStates(prompts, base, last_states if moe.gates == "hidden" else mean_states)
+    else:  # known before any expert is read, `(layers, experts, hidden)`
+        if moe.prompted:
+            gates = mean_embeddings(prompts, base).expand((layers, -1, -1))
+        else:
+            gates = _drawn(moe, (layers, len(experts), shape[1]))
+        of, notes = gates.__getitem__, warnings_of(gates[:, : len(routed)], _OTHER_PROMPTS)
+    if moe.prompts and not moe.prompted:
+        notes.append(
+            f"`gates: {moe.gates}` reads no prompts: those of the recipe have no part in it"
+        )
+    return Gates(shape, of, notes)
 
 
-def _last(asked: _Asked) -> Gates:
-    return Gates(asked.shape, HiddenStates(asked.prompts, asked.sources[None], last_states))
+def _drawn(moe: Mixture, shape: tuple[int, int, int]) -> Tensor:
+    """Return random routers; numbers are drawn for a shared expert too, as in mergekit-moe."""
+    generator = torch.Generator().manual_seed(moe.seed)
+    if moe.gates == "random":
+        return torch.randn(shape, generator=generator)
+    bound = shape[-1] ** -0.5
+    return torch.rand(shape, generator=generator) * 2 * bound - bound
 
 
-def _mean(asked: _Asked) -> Gates:
-    return Gates(asked.shape, HiddenStates(asked.prompts, asked.sources[None], mean_states))
-
-
-def _of_updates(asked: _Asked) -> Gates:
-    norm = ARCHITECTURES[asked.moe.architecture].norm
-    return Gates(asked.shape, OfUpdates(asked.sources, asked.routed, norm))
-
-
-_WAYS: Mapping[str, Callable[[_Asked], Gates]] = MappingProxyType(
-    {
-        "cheap_embed": _embedded,
-        "hidden": _last,
-        "hidden_avg": _mean,
-        "random": _normal,
-        "uniform_random": _uniform,
-        "update": _of_updates,
-    }
-)
 _OTHER_PROMPTS = "write prompts that differ more, or add what the experts share as negative prompts"
 _OTHER_EXPERTS = "leave one of two that learned alike out, or use `gates: cheap_embed` with prompts"
-
-
-def _known(asked: _Asked, gates: Tensor) -> Gates:
-    """Return gates `(layers, experts, hidden)` that are computed before any expert is read."""
-    notes = warnings_of(gates[:, : asked.shape[0]], _OTHER_PROMPTS)
-    return Gates(asked.shape, gates.__getitem__, notes)
 
 
 def late_warnings(output: Checkpoint, moe: Mixture) -> list[str]:

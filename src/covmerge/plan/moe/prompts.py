@@ -19,6 +19,7 @@ from covmerge.plan.moe.architectures import EMBEDDING
 from covmerge.plan.recipe.sections import Prompts
 from covmerge.plan.statistics.examples import Batch
 from covmerge.plan.statistics.model import RunningModel, load_model
+from covmerge.plan.statistics.written import padded
 from covmerge.plan.vocabulary.tokens import load_tokenizer, read_files
 
 _MOST_TOKENS = 1 << 16  # run at once; the states of all layers are kept
@@ -52,13 +53,8 @@ class HiddenStates:
         row_t = h(positive prompts of t) − h(negative prompts of t), scaled to length 1
 
     h is the mean over prompts. As in mergekit-moe, the base runs in bfloat16, on all positive or
-    all negative prompts of an expert at once, padded on the left.
-
-    Args:
-        prompts: prompts of each expert.
-        base: the dense base.
-        chosen: function from the states `(layers, prompts, tokens, hidden)` to one state for each
-            prompt.
+    all negative prompts of an expert at once, padded on the left. `chosen` takes states
+    `(layers, prompts, tokens, hidden)` to one for each prompt.
     """
 
     def __init__(
@@ -158,7 +154,5 @@ class _Encoder:
             )
         known = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         pad = next((number for number in known if number is not None), 0)
-        missing = [longest - len(ids) for ids in encoded]
-        tokens = [[pad] * n + ids for n, ids in zip(missing, encoded, strict=True)]
-        seen = [[0] * n + [1] * (longest - n) for n in missing]
-        return {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(seen)}
+        ids, mask = padded(encoded, pad, left=True)
+        return {"input_ids": ids, "attention_mask": mask}

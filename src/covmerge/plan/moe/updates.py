@@ -27,19 +27,11 @@ class OfUpdates:
 
     SMILE (arXiv:2408.10174, section 4) routes by ‖V_kᵀx‖. A linear router can only have k = 1 and
     one sign. The sign is chosen so that vᵀx ≥ 0 for the base's mean embedding x, scaled by the norm
-    before the MLP if there is one. A zero update gives a zero row.
-
-    Args:
-        sources: the dense base (None) and the experts.
-        experts: names of all experts, in order.
-        before: name of the norm before a layer's MLP; None: there is none.
+    before the MLP (`before`) if there is one. A zero update gives a zero row.
     """
 
     def __init__(
-        self,
-        sources: Mapping[str | None, Checkpoint],
-        experts: Sequence[str],
-        before: str | None,
+        self, sources: Mapping[str | None, Checkpoint], experts: Sequence[str], before: str | None
     ) -> None:
         self._base, self._before = sources[None], before
         self._experts = [(name, sources.get(name)) for name in experts]
@@ -47,11 +39,7 @@ class OfUpdates:
         self._lock = Lock()  # only one G_t is held at once, even if threads read at the same time
 
     def __call__(self, layer: int) -> Tensor:
-        """Return the router of a layer `(experts, hidden)`, float32.
-
-        Raises:
-            TensorError: weights contain NaN or Inf.
-        """
+        """Return the router of a layer `(experts, hidden)`, float32."""
         with self._lock:
             if layer not in self._found:
                 self._found[layer] = torch.stack([*self._rows(f"model.layers.{layer}")])
@@ -94,12 +82,8 @@ class OfUpdates:
 def leading_direction(gram: Tensor, typical: Tensor) -> Tensor:
     """Return the leading eigenvector of G, with the sign that gives it a product ≥ 0 with a typical input.
 
-    Args:
-        gram: G `(n, n)`, symmetric, positive semi-definite, float64.
-        typical: `(n,)`, float64. If the product is 0, the largest entry is made positive.
-
-    Returns:
-        `(n,)`, of length 1, float64; zero if G is zero.
+    G `(n, n)` is positive semi-definite. The result `(n,)` has length 1, or is zero if G is. If the product
+    is 0, the largest entry is made positive. All are float64.
 
     Example:
         >>> gram = torch.tensor([[2.0, 0.0], [0.0, 1.0]], dtype=torch.float64)

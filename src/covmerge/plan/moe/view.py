@@ -26,16 +26,8 @@ _Read = Callable[[TensorHeader, range | None], Tensor]
 class MixtureView(View):
     """A view of a dense checkpoint as a mixture in which its MLP stands for every expert.
 
-    Args:
-        stored: the checkpoint.
-        architecture: architecture of the mixture.
-        gates: the routers.
-        moe: section of the recipe.
-        factors: for each expert's number, the factor of its `down_proj`.
-        noted: whether its notes include those of the routers.
-
-    Raises:
-        InputError: the checkpoint's architecture cannot become this mixture.
+    `factors` has the factor of each expert's `down_proj`, by the expert's number. If it is `noted`, its
+    notes include those of the routers.
     """
 
     def __init__(
@@ -59,7 +51,6 @@ class MixtureView(View):
         )
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        """Return (rows of) a tensor of the mixture."""
         find_header(self.headers, name, rows, self.source)
         header, read = self._tensors[name]
         return read(header, rows)
@@ -148,10 +139,7 @@ def mixed(
 ) -> Mapping[str | None, Checkpoint]:
     """Return base (None) and experts as views for a plan of this mixture; unchanged without a mixture.
 
-    Args:
-        moe: section of the recipe.
-        sources: the checkpoints that the plan reads, including the base.
-        experts: names of all experts, in order.
+    The sources are the base and those of the experts that the plan reads.
 
     Raises:
         InputError: a source is an adapter or of another architecture, or gates cannot be computed.

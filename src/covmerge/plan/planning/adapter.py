@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.adapter_names import LoraNames, Naming, naming_of
 from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor, Form, Unwritten
 from covmerge.plan.planning.operations import Copy
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -39,11 +41,7 @@ def who_loads_it(
 ) -> str:
     """Return a note on the servers that can load an adapter, and the options that they need.
 
-    Args:
-        factors: the layers that it updates.
-        whole: the tensors that it replaces.
-        vocabulary: modules with factors that are token embeddings or output layers.
-        form: format of its file.
+    `vocabulary` are the modules with factors that are token embeddings or output layers.
 
     Example:
         >>> layer = AdaptedTensor("model.layers.0.self_attn.q_proj.weight", (64, 64), rank=24)
@@ -88,41 +86,28 @@ def _refused(factors: Collection[AdaptedTensor], whole: Collection[WholeTensor])
 _BIAS = "bias"
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
-    """The plan of all tensors of an adapter.
-
-    Attributes:
-        tensors: the tensors that are merged, compared, or held by the adapter.
-        thin: names of tensors whose merge on the factors of the updates is exact.
-        parameters: names of all tensors of the model that the adapter is loaded over.
-        notes: notes for the user.
-    """
-
-    tensors: tuple[TensorPlan, ...]
-    thin: frozenset[str]
-    parameters: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
 def plan_adapter(
     recipe: Recipe,
     tensors: Sequence[TensorPlan],
     experts: Mapping[str, Checkpoint],
     config: Mapping[str, Any] | None,
-) -> AdapterPlan:
+) -> Formed:
     """Plan every tensor of an output that is an adapter; `config` is the base's."""
     form = recipe.output.names or PEFT_FORM
     _refuse_modules(tensors)
     adapters = {n: e for n, e in experts.items() if isinstance(e, AdapterCheckpoint)}
     naming = naming_of(tensors, adapters) if form == PEFT_FORM else Naming()
-    merged = {t.name: _Merged(t, experts, naming, form) for t in tensors if _is_merged(t)}
+    merged = {
+        t.name: _Merged(t, experts, naming, form)
+        for t in tensors
+        if t.merge is not None and t.changed_by_experts
+    }
     factors = {
         n: item.as_factors(recipe.output.rank) for n, item in merged.items() if item.has_factors
     }
     if form != PEFT_FORM:
         names = LoraNames(form, adapters, config)
-        placed = {n for n in factors if merged[n].by_adapters or names.has_place(merged[n].tensor)}
+        placed = {n for n in factors if merged[n].factors or names.has_place(merged[n].tensor)}
         # A full model's tensors beside such parts (a VAE) are left out. If no tensor is of such a
         # part, asking for their names raises.
         factors = {n: place for n, place in factors.items() if n in placed or not placed}
@@ -148,19 +133,20 @@ def plan_adapter(
         **{name: AdapterTensor(place) for name, place in held_whole.items()},
     }
     held = [t for t in tensors if t.name in merged or t.name in forms or _is_compared(t)]
-    vocabulary = [factors[name].module for name in factors if merged[name].of_vocabulary]
+    tables = (Role.EMBEDDING, Role.OUTPUT)
+    vocabulary = [f.module for n, f in factors.items() if merged[n].tensor.info.role in tables]
     notes = [who_loads_it(factors.values(), held_whole.values(), vocabulary, form)]
     notes += filter(None, [naming.note])
-    left = [t for t in tensors if t.merge is None and t.changed_by_experts]
     by_rule: defaultdict[str, list[str]] = defaultdict(list)
-    for tensor in left:
-        by_rule[tensor.rule].append(tensor.name)
+    for tensor in tensors:
+        if tensor.merge is None and tensor.changed_by_experts:
+            by_rule[tensor.rule].append(tensor.name)
     notes += [left_out(names, f"by the rule '{rule}'") for rule, names in by_rule.items()]
-    return AdapterPlan(
+    return Formed(
         tuple(_with_form(t, forms.get(t.name, Unwritten()), merged.get(t.name)) for t in held),
-        frozenset(name for name, item in merged.items() if item.thin and name not in whole.names),
-        tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
         tuple(notes),
+        frozenset(name for name, item in merged.items() if item.thin and name not in held_whole),
+        tuple(naming.of(tensor) for tensor in tensors if tensor.output.module is None),
     )
 
 
@@ -199,9 +185,8 @@ def _in_lora_file(place: AdaptedTensor, tensor: TensorPlan, names: LoraNames) ->
 
 def left_out(names: Sequence[str], why: str) -> str:
     """Return a note that tensors are not in an adapter."""
-    more = ", ..." if len(names) > 1 else ""
-    are = "tensor is" if len(names) == 1 else "tensors are"
-    return f"{len(names)} {are} not in the adapter ('{names[0]}'{more}): {why}"
+    more, are = ", ..." if len(names) > 1 else "", counted(len(names), "tensor is", "tensors are")
+    return f"{are} not in the adapter ('{names[0]}'{more}): {why}"
 
 
 def _dtype(
@@ -213,33 +198,22 @@ def _dtype(
     stored = {header.dtype for expert in experts.values() for header in expert.low_rank.values()}
     if not stored:
         stored = {t.stored.dtype for t in tensors if t.merge}
-    first, *others = stored
-    for other in others:
-        first = torch.promote_types(first, other)
-    return first
-
-
-def _is_merged(tensor: TensorPlan) -> bool:
-    return tensor.merge is not None and tensor.changed_by_experts
+    return reduce(torch.promote_types, stored)
 
 
 class _Merged:
     """One merged tensor, with what each expert stores for it."""
 
     def __init__(
-        self,
-        tensor: TensorPlan,
-        experts: Mapping[str, Checkpoint],
-        naming: Naming,
-        form: LoraForm,
+        self, tensor: TensorPlan, experts: Mapping[str, Checkpoint], naming: Naming, form: LoraForm
     ) -> None:
         assert tensor.merge is not None
         self.tensor = tensor
-        self._form: LoraForm = form
+        self._form = form
         self._name = naming.of(tensor)
         self.module = self._name.rpartition(".")[0]
         self._merge = tensor.merge
-        self._factors: list[FactorHeader] = []
+        self.factors: list[FactorHeader] = []  # of adapters
         self._full: list[str] = []  # experts that have the whole tensor and no factors
         self.trained_whole = False  # by an adapter
         for expert, operand in tensor.operands.items():
@@ -262,7 +236,7 @@ class _Merged:
                 f"({Hint('form', 'model')}), or add "
                 f"{rules_for(of_all_layers(self.tensor.name))}"
             )
-        self._factors.append(factors)
+        self.factors.append(factors)
 
     @property
     def has_factors(self) -> bool:
@@ -274,34 +248,23 @@ class _Merged:
         # The other formats have no factors of embeddings.
         tables = self._form != PEFT_FORM and self.tensor.info.role is Role.EMBEDDING
         full = (self.tensor.info.takes_factors or windows) and not self.tensor.ties and not tables
-        return bool(self._factors) or (bool(self._full) and full)
+        return bool(self.factors) or (bool(self._full) and full)
 
     @property
-    def by_adapters(self) -> bool:
-        """Whether any expert has factors for it."""
-        return bool(self._factors)
-
-    @property
-    def of_vocabulary(self) -> bool:
-        """Whether it is a token embedding or an output layer."""
-        return self.tensor.info.role in (Role.EMBEDDING, Role.OUTPUT)
-
-    @property
-    def is_difference(self) -> bool:
+    def _is_difference(self) -> bool:
         """Whether any expert has whole weights, from which the base's are subtracted."""
         return bool(self._full) or self.trained_whole
 
     @property
     def needs_base(self) -> bool:
-        """Whether updates are differences from the base's weights, or the method needs these weights."""
-        return self.is_difference or self._merge.procedure.needs_base
+        return self._is_difference or self._merge.procedure.needs_base
 
     @property
     def thin(self) -> bool:
         """Whether the merge on the factors of the updates is exact."""
         layout = self._merge.layout
         divided = layout is not None and (layout.stacked or layout.parts is not None)
-        if self.is_difference or divided:
+        if self._is_difference or divided:
             return False
         return self._merge.procedure.factored_for(self._merge.parameters)
 
@@ -324,18 +287,16 @@ class _Merged:
                 f"'{name}': {why}, so the result has full rank. Say with {Hint('rank')} "
                 "what to truncate it to, or merge to a full model"
             )
-        sides = (shape[0], prod(shape[1:]))
-        rank = (
-            min(*sides, sum(factor.rank for factor in self._factors)) if self.thin else min(sides)
-        )
+        rank = min(shape[0], prod(shape[1:]))
+        if self.thin:
+            rank = min(rank, sum(factor.rank for factor in self.factors))
+        role = self.tensor.info.role
         return AdaptedTensor(
             name=self._name,
             shape=shape,
             rank=min(rank, limit or rank),
-            embedding=self.tensor.info.role is Role.EMBEDDING
-            or any(f.table for f in self._factors),
-            transposed=self.tensor.info.role is Role.CONV1D
-            or any(f.transposed for f in self._factors),
+            embedding=role is Role.EMBEDDING or any(f.table for f in self.factors),
+            transposed=role is Role.CONV1D or any(f.transposed for f in self.factors),
         )
 
 
@@ -366,9 +327,7 @@ class _Whole:
         if tensor.info.parameter.endswith(f".{_BIAS}"):
             self._biases.add(tensor.name)
             return
-        modules = {
-            parameter.rpartition(".")[0] for parameter in (tensor.info.parameter, *tensor.ties)
-        }
+        modules = {name.rpartition(".")[0] for name in (tensor.info.parameter, *tensor.ties)}
         if self._pieces[tensor.info.parameter] == 1 and all(map(self._can_be_replaced, modules)):
             self._modules |= modules
         elif must:
@@ -378,13 +337,7 @@ class _Whole:
                 f"{rules_for(of_all_layers(tensor.name))} (or head, to keep it per expert)."
             )
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the tensors that are held."""
-        return frozenset(self.places())
-
     def places(self) -> dict[str, WholeTensor]:
-        """Return the place of each tensor that is held."""
         names: defaultdict[str, list[str]] = defaultdict(list)
         for module in sorted(self._modules):
             for parameter, tensor in self._inside[module]:

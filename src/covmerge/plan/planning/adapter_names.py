@@ -18,33 +18,25 @@ from covmerge.plan.planning.work import TensorPlan
 
 @dataclass(frozen=True)
 class Naming:
-    """A translation of parameter names from the base's model to the model that the adapter is loaded over.
+    """A translation of parameter names from the base's model to that which the adapter is loaded over."""
 
-    Attributes:
-        added: a prefix to add, such as `bert.` if the adapters' model has a head and the base has none.
-        removed: a prefix to remove, in the opposite case. With both, one stands for the other, as if
-            the adapters' model is a part of the base; other names stay.
-        stored: whether names in the base's files are used instead of parameter names.
-        note: a note for the user on the choice.
-    """
-
+    # A prefix to add, such as `bert.` if the adapters' model has a head and the base has none.
     added: str = ""
+    # A prefix to remove, in the opposite case. With both, one stands for the other, as if the
+    # adapters' model is a part of the base; other names stay.
     removed: str = ""
-    stored: bool = False
-    note: str = ""
+    stored: bool = False  # whether names in the base's files are used instead of parameter names
+    note: str = ""  # a note for the user on the choice
 
     def of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor."""
         return self.parameter(tensor.name if self.stored else tensor.info.parameter)
 
     def parameter(self, name: str) -> str:
-        """Return the name of a parameter."""
         if self.added and self.removed and not name.startswith(self.removed):
             return name
         return f"{self.added}{name.removeprefix(self.removed)}"
 
     def module(self, name: str) -> str:
-        """Return the name of a module."""
         return self.parameter(f"{name}.").removesuffix(".")
 
 
@@ -142,7 +134,6 @@ class LoraNames:
         self._config = config or {}
 
     def of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor."""
         written = list(self._written(tensor))
         for form, name in written:
             if form == self.form:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import lcm, prod
+from typing import Any
 
 import torch
 
@@ -21,15 +22,9 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import weights_stem
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Unit
-from covmerge.plan.planning.adapter import AdapterPlan, plan_adapter
+from covmerge.plan.planning.adapter import plan_adapter
 from covmerge.plan.planning.adapter_names import form_of
-from covmerge.plan.planning.align import (
-    Alignment,
-    Model,
-    align,
-    check_same_architecture,
-    stored_ties,
-)
+from covmerge.plan.planning.align import Alignment, align, check_same_architecture, stored_ties
 from covmerge.plan.planning.costs import Costs, shape_of
 from covmerge.plan.planning.data import (
     Statistics,
@@ -40,17 +35,14 @@ from covmerge.plan.planning.data import (
 )
 from covmerge.plan.planning.decide import check_without_base, head_names_of, plan_tensors
 from covmerge.plan.planning.forms import ModelTensor, Unwritten, head_part
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.notes import plan_notes
 from covmerge.plan.planning.operations import Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.quantise import quantised
 from covmerge.plan.planning.rules import Rules
-from covmerge.plan.planning.types import Plan, PlannedPass, Quantised
+from covmerge.plan.planning.types import Formed, Plan, PlannedPass
 from covmerge.plan.planning.varied import as_mergekit
-from covmerge.plan.planning.work import (
-    TOGETHER_ELEMENTS,
-    TensorPlan,
-    WorkItem,
-)
+from covmerge.plan.planning.work import TOGETHER_ELEMENTS, TensorPlan, WorkItem
 from covmerge.plan.recipe import Recipe
 
 # Elementwise work uses row blocks of about this many elements. They are large enough for sequential
@@ -72,14 +64,9 @@ def build_plans(
     """Plan several recipes over the same checkpoints, so that one reading serves all of them.
 
     All decisions that need only headers are made. The plans have the same items: each item has the
-    same rows of the same tensor, as many as any of the plans must process at once.
-
-    Args:
-        recipes: the recipes; they name the experts in `experts`, in the same order.
-        base: the base checkpoint.
-        experts: checkpoints by expert name.
-        statistics: statistics files by expert name, for methods that use data.
-        whole: whether an item has at least one whole matrix, so that it can be measured.
+    same rows of the same tensor, as many as any of the plans must process at once. If they are to be
+    `whole`, each has at least one whole matrix, so that it can be measured. The recipes name the experts
+    in one order.
 
     Raises:
         InputError: inputs do not fit together; the message has the tensor, the shapes and a next step.
@@ -89,9 +76,9 @@ def build_plans(
             "the recipe has no base, and what is measured are updates of one: give a base"
         )
     base_model = Model.of(base)
-    models = {name: Model.of(expert) for name, expert in experts.items()}
-    for name, model in models.items():
-        check_same_architecture(base_model, name, model)
+    models = {name: Model.of(expert, name) for name, expert in experts.items()}
+    for model in models.values():
+        check_same_architecture(base_model, model)
     inputs = _Inputs(base_model, models, statistics or {}, alone=len(recipes) == 1 and not whole)
     named = [_with_method(_with_names(recipe, experts)) for recipe in recipes]
     drafts = _of_same_tensors([_draft(recipe, chosen, inputs) for recipe, chosen in named], base)
@@ -117,10 +104,8 @@ class _Inputs:
     models: Mapping[str, Model]
     statistics: Statistics
     alone: bool
-    # shared by recipes that differ only in their method
-    aligned: dict[str, Mapping[str, Alignment]] = field(
-        default_factory=dict[str, Mapping[str, Alignment]]
-    )
+    # By the keys of a recipe that decide it: recipes may differ only in their method.
+    aligned: dict[str, Mapping[str, Alignment]] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -130,22 +115,18 @@ class _Draft:
     inputs: _Inputs
     recipe: Recipe
     chosen: str | None
-    rules: Rules
     alignments: Mapping[str, Alignment]
     head_names: tuple[str, ...]
-    tensors: tuple[TensorPlan, ...]
-    adapter: AdapterPlan | None = None
-    packed: Quantised | None = None
+    formed: Formed
+    tensors: tuple[TensorPlan, ...]  # those of `formed`, and others that only other drafts have
 
     @property
     def costs(self) -> Costs:
-        """The calculator of costs, which makes the work items."""
         itemsize = getattr(torch, self.recipe.dtype).itemsize
         return Costs(self.inputs.models, self.inputs.statistics, itemsize, self.inputs.alone)
 
 
 def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
-    """Return the decisions on all tensors."""
     base, models, statistics = inputs.base, inputs.models, inputs.statistics
     checkpoints = {name: model.checkpoint for name, model in models.items()}
     check_statistics(recipe, checkpoints, statistics)
@@ -161,7 +142,7 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
     key = recipe.model_dump_json(include={"tensors", "rules"})
     if key not in inputs.aligned:
         inputs.aligned[key] = {
-            name: align(base, name, model, recipe.tensors, rules.chosen_use)
+            name: align(base, model, recipe.tensors, rules.chosen_use)
             for name, model in models.items()
         }
     alignments = inputs.aligned[key]
@@ -188,12 +169,11 @@ def _draft(recipe: Recipe, chosen: str | None, inputs: _Inputs) -> _Draft:
             f"nothing to merge: by the recipe's rules every tensor of {base.checkpoint.source} is copied "
             "from the base"
         )
-    draft = _Draft(inputs, recipe, chosen, rules, alignments, head_names, tensors)
     if recipe.output.format == "model":
-        packed = quantised(recipe, tensors, base.checkpoint)
-        return replace(draft, tensors=packed.tensors, packed=packed)
-    adapter = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
-    return replace(draft, tensors=adapter.tensors, adapter=adapter)
+        formed = quantised(recipe, tensors, base.checkpoint)
+    else:
+        formed = plan_adapter(recipe, tensors, checkpoints, base.checkpoint.config)
+    return _Draft(inputs, recipe, chosen, alignments, head_names, formed, formed.tensors)
 
 
 def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]:
@@ -212,7 +192,6 @@ def _of_same_tensors(drafts: Sequence[_Draft], base: Checkpoint) -> list[_Draft]
 
 
 def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
-    """Divide the work of a draft into items, and return the plan."""
     inputs = draft.inputs
     base, models, method = inputs.base, inputs.models, draft.recipe.method
     items = tuple(
@@ -239,15 +218,14 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
             *notes_on_missing_statistics(draft.tensors),
             *(notes_on_unread_statistics(draft.recipe, inputs.statistics) if inputs.alone else ()),
             *plan_notes(draft.recipe, draft.tensors, base, models, draft.alignments),
-            *(() if draft.adapter is None else draft.adapter.notes),
-            *(() if draft.packed is None else draft.packed.notes),
+            *draft.formed.notes,
         ),
         tied={None: stored_ties(base), **{n: a.tied for n, a in draft.alignments.items()}},
         metadata={"covmerge": __version__, "method": method},
-        parameters=() if draft.adapter is None else draft.adapter.parameters,
+        parameters=draft.formed.parameters,
         stem=weights_stem(base.checkpoint.config),
-        quantisation=None if draft.packed is None else draft.packed.settings,
-        gguf=None if draft.packed is None else draft.packed.gguf,
+        quantisation=draft.formed.settings,
+        gguf=draft.formed.gguf,
     )
     others = [f"{one.kind} '{one.name}' is not covmerge's own: {one}" for one in plan.origins]
     return replace(plan, notes=(*plan.notes, *others))
@@ -256,7 +234,6 @@ def _plan(draft: _Draft, ranges: Sequence[Sequence[range | None]]) -> Plan:
 def _head_items(
     heads: Mapping[str, Mapping[str, TensorHeader]], models: Mapping[str, Model]
 ) -> Iterator[WorkItem]:
-    """Yield the work items that copy the experts' own task heads."""
     for expert, headers in heads.items():
         for name, header in headers.items():
             tensor = TensorPlan(
@@ -292,17 +269,16 @@ def _with_names(recipe: Recipe, experts: Mapping[str, Checkpoint]) -> Recipe:
 
 def _global_passes(items: Sequence[WorkItem]) -> Iterator[PlannedPass]:
     together: dict[str, list[WorkItem]] = {}
+    found: dict[str, tuple[Merge, float]] = {}
     for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
         tensor_items = list(neighbours)
         merge = tensor_items[0].tensor.merge
-        if merge is not None and merge.procedure.ranked(merge.parameters) is not None:
+        density = None if merge is None else merge.procedure.ranked(merge.parameters)
+        if merge is not None and density is not None:
+            found.setdefault(merge.key, (merge, density))
             together.setdefault(merge.key, []).extend(tensor_items)
-    for ranked in together.values():
-        merge = ranked[0].tensor.merge
-        assert merge is not None
-        density = merge.procedure.ranked(merge.parameters)
-        assert density is not None
-        yield PlannedPass(merge, density, tuple(PlannedPass.counting(ranked)))
+    for key, (merge, density) in found.items():
+        yield PlannedPass(merge, density, tuple(PlannedPass.counting(together[key])))
 
 
 def _step(together: Sequence[TensorPlan]) -> int | None:
@@ -363,7 +339,7 @@ def _work_item(draft: _Draft, tensor: TensorPlan, rows: range | None) -> WorkIte
     merge, inputs, costs = tensor.merge, draft.inputs, draft.costs
     if merge is None:
         return costs.of_copy(tensor, rows)
-    if draft.adapter is not None and tensor.name in draft.adapter.thin:
+    if tensor.name in draft.formed.thin:
         return costs.of_factors(tensor, rows)
     shape = shape_of(tensor, rows)
     dense = not any(

@@ -11,25 +11,20 @@ import torch
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.methods.registry import cost_with
-from covmerge.plan.planning.align import Model
 from covmerge.plan.planning.data import Statistics
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem, experts_at_once, parts_at_once
 
 
 @dataclass(frozen=True)
 class Costs:
-    """A calculator that makes work items with their costs.
-
-    Attributes:
-        itemsize: bytes of a number in the dtype of the computation.
-        alone: whether no other plan shares the reading.
-    """
+    """A calculator that makes work items with their costs."""
 
     models: Mapping[str, Model]
     statistics: Statistics
-    itemsize: int
-    alone: bool
+    itemsize: int  # bytes of a number in the dtype of the computation
+    alone: bool  # whether no other plan shares the reading
 
     def summed(self, tensor: TensorPlan) -> bool:
         """Return whether adapters are summed by their factors, without multiplying out single updates."""
@@ -46,7 +41,6 @@ class Costs:
         return len(kinds) == 1 and None not in kinds
 
     def of_copy(self, tensor: TensorPlan, rows: range | None) -> WorkItem:
-        """Return the work of copying rows, and of comparing them if the copy is compared."""
         numel = prod(shape_of(tensor, rows))
         compared = tensor.operation.compared
         read = _base_bytes(tensor, numel)
@@ -156,7 +150,6 @@ class Costs:
         )
 
     def _expert_bytes(self, tensor: TensorPlan, numel: int) -> dict[str, int]:
-        """Return the stored bytes of `numel` elements, by expert."""
         return {
             expert: 0 if o.tensor is None else self.models[expert].stored_bytes(o.tensor, numel)
             for expert, o in tensor.operands.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from covmerge.base.errors import InputError, RecipeError, TensorError
+from covmerge.base.errors import RecipeError, TensorError
 from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role
@@ -25,42 +25,35 @@ _WITHOUT = "average (no {} of it)"
 
 
 def check_statistics(
-    recipe: Recipe,
-    experts: Mapping[str, Checkpoint],
-    statistics: Statistics,
+    recipe: Recipe, experts: Mapping[str, Checkpoint], statistics: Statistics
 ) -> None:
-    """Check that every method of a recipe has the files that it needs, collected on these models.
-
-    Raises:
-        RecipeError: an expert has no file, or files were collected by different protocols.
-        InputError: a file was collected on another model.
-    """
+    """Check that every method of a recipe has the files that it needs, collected on these models."""
     for method in _methods_of(recipe):
-        name = method.name
         if method.data == "none":
             continue
         for expert in experts:
             if expert not in statistics:
                 raise RecipeError(
-                    f"method '{name}' needs the statistics of expert '{expert}': run "
+                    f"method '{method.name}' needs the statistics of expert '{expert}': run "
                     f"{_how_to_collect(recipe, method, expert)}, then name the file by "
                     f"{Hint('statistics', {expert: 'FILE'})}."
                 )
             file = statistics[expert]
             if not file.names(method.data):
                 raise RecipeError(
-                    f"{file.path} holds no {_KINDS[method.data]}, which method '{name}' needs: "
+                    f"{file.path} holds no {_KINDS[method.data]}, which method '{method.name}' needs: "
                     f"run {_how_to_collect(recipe, method, expert)}."
                 )
     _check_protocols(statistics)
     for expert, checkpoint in experts.items():
         if expert in statistics:
             checkpoint.materialize()  # needed, as fine-tunes share headers
-            statistics[expert].check_model(f"expert '{expert}'", _as_collected(checkpoint))
+            # They were collected on the model with its own tokens, not the output's.
+            own = checkpoint.original if isinstance(checkpoint, Retokenized) else checkpoint
+            statistics[expert].check_model(f"expert '{expert}'", own)
 
 
 def _check_protocols(statistics: Statistics) -> None:
-    """Raise if some files were collected with the expert's own blocks, and others with merged blocks."""
     files = list(statistics.values())
     for file in files[1:]:
         if file.about.protocol != files[0].about.protocol:
@@ -71,29 +64,17 @@ def _check_protocols(statistics: Statistics) -> None:
 
 
 def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
-    """Return the command that collects an expert's statistics for a method."""
     source = recipe.experts[expert].source
     return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
 
 
-def _as_collected(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the model that statistics were collected on, with its own tokens and not the output's."""
-    return checkpoint.original if isinstance(checkpoint, Retokenized) else checkpoint
-
-
 def _methods_of(recipe: Recipe) -> list[Method]:
-    """Return the methods of a recipe and of its rules."""
     names = [recipe.method, *(rule.method for rule in recipe.rules if rule.method)]
     return [registry.get(name) for name in dict.fromkeys(names)]
 
 
 def find_statistics(recipe: Recipe, tensor: TensorPlan, statistics: Statistics) -> TensorPlan:
-    """Return a tensor's plan with the names of its statistics; if there are none, it is averaged.
-
-    Raises:
-        TensorError: only some experts have statistics of the tensor, the statistics have another
-            shape, or they come from too few rows.
-    """
+    """Return a tensor's plan with the names of its statistics; if there are none, it is averaged."""
     merge = tensor.merge
     if merge is None:
         return tensor
@@ -150,8 +131,8 @@ def notes_on_unread_statistics(recipe: Recipe, statistics: Statistics) -> Iterat
 def _check(
     recipe: Recipe, method: Method, tensor: TensorPlan, expert: str, file: StatisticsFile, name: str
 ) -> None:
-    shape = file.header(method.data, name).shape
-    if method.data == "fisher":
+    kind = method.data
+    if kind == "fisher":
         if recipe.tokenizer is not None and tensor.info.role in (Role.EMBEDDING, Role.OUTPUT):
             raise TensorError(
                 f"'{tensor.name}': {file.path} has the Fisher information of the rows of expert "
@@ -159,32 +140,23 @@ def _check(
                 f"tables, by {Hint('tensors', {'embeddings': 'average', 'output_head': 'average'})}"
             )
         rows = tensor.operands[expert].rows  # a table may have fewer rows than the output's
-        wanted = tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])
+        fitting = [tensor.stored.shape if rows is None else (rows, *tensor.stored.shape[1:])]
+    else:
+        assert tensor.merge is not None and tensor.merge.layout is not None
+        shapes = matrix_shapes(tensor.stored.shape, tensor.merge.layout)
+        fitting = [(d_in, d_in) for _, d_in in shapes]
+    shape = file.header(kind, name).shape
+    for wanted in fitting:
         if shape != wanted:
-            raise _wrong_shape(tensor, file, name, shape, wanted)
-        return
-    assert tensor.merge is not None and tensor.merge.layout is not None
-    for _, d_in in matrix_shapes(tensor.stored.shape, tensor.merge.layout):
-        if shape != (d_in, d_in):
-            raise _wrong_shape(tensor, file, name, shape, (d_in, d_in))
-        rows = file.rows(method.data, name)
-        if rows < d_in and recipe.tensors.few_rows == "error":
+            raise TensorError(
+                f"'{tensor.name}': {file.path} has statistics {list(shape)} of '{name}', this layer needs "
+                f"{list(wanted)}: were they collected on another model, or is the tensor stored transposed "
+                "(tensors: {conv1d: stored})?"
+            )
+        rows, d_in = file.rows(kind, name), wanted[-1]
+        if kind == "gram" and rows < d_in and recipe.tensors.few_rows == "error":
             raise TensorError(
                 f"'{tensor.name}': the Gram matrix of expert '{expert}' ({file.path}) comes from "
                 f"{rows} layer inputs of {d_in} dimensions, so it is singular. Collect more "
                 f"examples, or allow it with {Hint('tensors', {'few_rows': 'allow'})}."
             )
-
-
-def _wrong_shape(
-    tensor: TensorPlan,
-    file: StatisticsFile,
-    name: str,
-    shape: tuple[int, ...],
-    wanted: tuple[int, ...],
-) -> InputError:
-    return TensorError(
-        f"'{tensor.name}': {file.path} has statistics {list(shape)} of '{name}', this layer needs "
-        f"{list(wanted)}: were they collected on another model, or is the tensor stored transposed "
-        "(tensors: {conv1d: stored})?"
-    )

@@ -13,8 +13,9 @@ from covmerge.base.types import Role, TensorHeader
 from covmerge.files.quantised.view import scales_of_codes
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import IN_ORDER
-from covmerge.plan.planning.align import Alignment, Model
+from covmerge.plan.planning.align import Alignment
 from covmerge.plan.planning.forms import ModelTensor
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import BASE, Copy, Merge, Operand, expert_key
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.work import TensorPlan
@@ -37,8 +38,7 @@ def plan_tensors(
         info = base.description.tensors[name]
         if info.tied_to is not None and info.tied_to in base.headers:
             continue  # merged and written once, under the name that it is tied to
-        decision = rules.decide(header, info)
-        action, rule = decision.action, decision.rule
+        action, rule = rules.decide(header, info)
         taking_part = rules.layers.experts(name, alignments)
         weights = {expert: rules.weight(expert, name) for expert in taking_part}
         if len(experts) == 1 and action.merge:
@@ -62,7 +62,7 @@ def plan_tensors(
             )
         if isinstance(action, Copy) and name in scales:
             scale = scales[name]
-            of_scale = rules.decide(base.headers[scale], base.description.tensors[scale]).action
+            of_scale, _ = rules.decide(base.headers[scale], base.description.tensors[scale])
             if of_scale.merge:  # a rule for the codes alone does not change this
                 action = replace(action, compared=True, scale=scale)
         if isinstance(action, Copy) and action.compared:
@@ -128,10 +128,7 @@ def check_without_base(tensors: Sequence[TensorPlan]) -> None:
 
 
 def _compared(
-    copy: Copy,
-    header: TensorHeader,
-    operands: Mapping[str, Operand],
-    models: Mapping[str, Model],
+    copy: Copy, header: TensorHeader, operands: Mapping[str, Operand], models: Mapping[str, Model]
 ) -> tuple[Copy, dict[str, Operand]]:
     """Return a copy compared with the experts' tensors, and the operands of the same shape."""
     shapes = {
@@ -191,10 +188,8 @@ def _for_experts(
     if not skip_missing:
         present = list(operands)
     elif not method.takes(len(present)):
-        return (
-            Copy(),
-            f"base ({len(present)} experts have it, and {method.name} merges {method.experts_text})",
-        )
+        few = f"{len(present)} experts have it, and {method.name} merges {method.experts_text}"
+        return Copy(), f"base ({few})"
     return replace(merge, parameters=method.for_experts(merge.parameters, experts, present)), rule
 
 

@@ -34,13 +34,11 @@ _OF_A_NUMBER = 32
 
 @dataclass(frozen=True)
 class Place:
-    """The place of some rows of a stored tensor.
+    """The place of some rows of a stored tensor, or of all of them (None).
 
     Attributes:
         part: the part of the output, and so the files: `MODEL`, or the name of a file beside the
             weights, without its suffix.
-        header: header of the stored tensor.
-        rows: the rows; None: all of them.
     """
 
     part: str
@@ -49,44 +47,31 @@ class Place:
 
     @property
     def tensor(self) -> str:
-        """Name of the stored tensor."""
         return self.header.name
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of these rows."""
         return self.header.nbytes if self.rows is None else self.header.nbytes_of(self.rows)
 
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a work item.
+    """The result of a work item."""
 
-    Attributes:
-        tensors: one tensor on the CPU for each of the item's places.
-        stats: sizes and squared norms, which add up over the items of a tensor, and the method's
-            diagnostics for each matrix.
-    """
-
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[Tensor, ...] = ()  # one tensor on the CPU for each of the item's places
+    # Sizes and squared norms, which add up over the items of a tensor, and the method's diagnostics
+    # for each matrix.
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
 
 @dataclass(frozen=True)
 class BaseRows:
-    """Rows of the base that an item copies, or merges updates into.
+    """Rows of the base that an item copies, or merges updates into."""
 
-    Attributes:
-        rows: the rows; a tensor on the meta device, without content, if they were not read.
-        stored: the base's stored tensors for these rows, if the form uses them.
-        output: header of the tensor in the output.
-        place: which rows these are.
-    """
-
-    rows: Tensor
-    stored: tuple[Tensor, ...]
+    rows: Tensor  # the rows; a tensor on the meta device, without content, if they were not read
+    stored: tuple[Tensor, ...]  # the base's stored tensors for these rows, if the form uses them
     output: TensorHeader
-    place: range | None
+    place: range | None  # which rows of the tensor these are
 
 
 class MergedRows(Protocol):
@@ -146,18 +131,7 @@ class Form:
         """Number of rows that must be written together; None: all rows."""
         return 1
 
-    @property
-    def adapted(self) -> AdaptedTensor | None:
-        """The adapter's layer with factors, if the form is one."""
-        return None
-
-    @property
-    def whole(self) -> WholeTensor | None:
-        """The tensor that the adapter holds whole, if the form is one."""
-        return None
-
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        """Return the places of some rows of a tensor."""
         raise NotImplementedError
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
@@ -174,29 +148,23 @@ class Form:
 
     def completed(self, result: Result, base: BaseRows) -> Result:
         """Return the final result of an item, after all parts of its rows were encoded."""
-        del base
         return result
 
     def read_stored(
         self, read: Callable[[str, range | None], Tensor], rows: range | None
     ) -> tuple[Tensor, ...]:
         """Return the base's stored tensors for some rows, if the base stores the tensor in this form."""
-        del read, rows
         return ()
 
     def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
         """Return the values that a reader of the output gets for exact rows, in the reader's dtype."""
-        del rows
         return exact.to(dtype)
 
     def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
-        """Return the cost of encoding one matrix."""
-        del d_out, d_in, itemsize
         return Cost(0.0, 0)
 
     def workspace(self, elements: int, itemsize: int) -> int:
         """Return the bytes needed to encode this many elements, in addition to merging them."""
-        del elements, itemsize
         return 0
 
 
@@ -204,9 +172,7 @@ class Form:
 class ModelTensor(Form):
     """The weights W_0 + ΔW in the output dtype, with a mask for each of `masks`.
 
-    Attributes:
-        part: see `Form`.
-        masks: the experts that have a mask of the tensor; it is empty if an expert takes no part in it.
+    The mask of an expert that takes no part in the tensor is empty.
     """
 
     part: str = MODEL
@@ -235,10 +201,6 @@ class AdapterTensor(Form):
     in_parts = False
 
     @property
-    def whole(self) -> WholeTensor:
-        return self.place
-
-    @property
     def rows_together(self) -> int | None:
         return None
 
@@ -251,8 +213,8 @@ class AdapterTensor(Form):
         return self._under_names(rows.rounded(), rows.facts)
 
     def copied(self, base: BaseRows) -> Result:
-        unchanged: dict[str, Json] = {"updates": {}, "along": {}, "base": 0.0}
-        unchanged |= {"merged": 0.0, "rounding": 0.0}
+        nothing = dict.fromkeys(("base", "merged", "rounding"), 0.0)
+        unchanged: dict[str, Json] = {"updates": {}, "along": {}, **nothing}
         return self._under_names(as_output(base.output, base.rows, "base's weights"), unchanged)
 
     def _under_names(self, weights: Tensor, facts: Mapping[str, Json]) -> Result:
@@ -281,18 +243,12 @@ class Unwritten(Form):
 
 @dataclass(frozen=True)
 class PackedTensor(Form):
-    """The weights W_0 + ΔW rounded to a quantised format, in the stored tensors of that format.
-
-    Attributes:
-        packing: the packing of the format.
-        as_base: whether the base stores the tensor in the same way, so that unchanged rows are
-            copied from it.
-        format: name of the format, for readers.
-    """
+    """The weights W_0 + ΔW rounded to a quantised format, in the stored tensors of that format."""
 
     packing: Packing
+    # Whether the base stores the tensor in the same way, so that unchanged rows are copied from it.
     as_base: bool
-    format: str = field()
+    format: str = field()  # name of the format, for readers
 
     @property
     def rows_together(self) -> int | None:
@@ -378,21 +334,12 @@ class PackedTensor(Form):
 
 @dataclass(frozen=True)
 class AdapterFactors(Form):
-    """The update ΔW ≈ BA as factors, in the format that PEFT reads.
+    """The update ΔW ≈ BA as factors, in the format that PEFT reads."""
 
-    Attributes:
-        place: the layer of the adapter.
-        dtype: dtype of the stored factors.
-    """
-
-    place: AdaptedTensor
-    dtype: torch.dtype
+    place: AdaptedTensor  # the layer of the adapter
+    dtype: torch.dtype  # of the stored factors
     holds_weights = False
     in_parts = False
-
-    @property
-    def adapted(self) -> AdaptedTensor:
-        return self.place
 
     @property
     def rows_together(self) -> int | None:
@@ -409,11 +356,9 @@ class AdapterFactors(Form):
         rank = self.place.rank
         update, sigma = rows.factors(rank)
         factors = replace(output, dtype=self.dtype)
+        what = "factors of the merged update"
         rounded = LowRank(
-            *(
-                as_output(factors, side, "factors of the merged update")
-                for side in (update.left, update.right)
-            )
+            as_output(factors, update.left, what), as_output(factors, update.right, what)
         )
         energy = sigma.double().square()
         total, retained = float(energy.sum()), float(energy[:rank].sum())

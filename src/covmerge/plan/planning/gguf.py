@@ -23,7 +23,7 @@ from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
 from covmerge.files.quantised.writing.layouts import SAME
 from covmerge.plan.planning.forms import PackedTensor
-from covmerge.plan.planning.types import Quantised
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Output, Recipe
 
@@ -46,13 +46,8 @@ def _settings(base: Checkpoint) -> GgufSettings | None:
     return settings if isinstance(settings, GgufSettings) else None
 
 
-def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Quantised:
-    """Return the tensors with the types that the recipe asks for.
-
-    Raises:
-        RecipeError: the base is no GGUF file, or has types that `gguf` cannot write.
-        CheckpointError: rows have no whole number of blocks.
-    """
+def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> Formed:
+    """Return the tensors with the types that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     settings, quantisation = _settings(base), base.quantisation
     if settings is None or quantisation is None:
@@ -89,7 +84,7 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
     done = tuple(filter(None, formed.values()))
     types = {**types, **{names[name]: kind for name, kind in kinds.items()}}
     notes = tuple(_notes(held, kinds, by_keep))
-    return Quantised(done, notes=notes, gguf=_head(settings, quantisation, types))
+    return Formed(done, notes, gguf=_head(settings, quantisation, types))
 
 
 def _kinds(
@@ -102,16 +97,13 @@ def _kinds(
     """
     all_full = all(held[name] == _FULL for name in matrices)
     for name, stored in names.items():
+        stays = name not in matrices or stored in _STAY or stored.endswith(_ROUTERS)
         if wanted in (SAME, GGUF):
             yield own_or_higher(held[name]) if wanted == GGUF else held[name]
-        elif name not in matrices or _stays(stored) or (held[name] == _FULL and not all_full):
+        elif stays or (held[name] == _FULL and not all_full):
             yield held[name]
         else:
             yield wanted.partition("-")[2].upper()
-
-
-def _stays(name: str) -> bool:
-    return name in _STAY or name.endswith(_ROUTERS)
 
 
 def own_or_higher(kind: str) -> str:
@@ -159,7 +151,6 @@ def _check_stacks(
 
 
 def _plain_type(recipe: Recipe, base: Quantisation) -> str:
-    """Return the type of tensors that `keep` names."""
     stored = recipe.output.dtype
     if stored != "base":
         return PLAIN_TYPES[getattr(torch, stored)]

@@ -12,7 +12,8 @@ from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role
 from covmerge.maths.methods import registry
-from covmerge.plan.planning.align import Alignment, Model
+from covmerge.plan.planning.align import Alignment
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.slices import Layers
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe, Rule
@@ -54,7 +55,6 @@ def _mask_notes(tensors: Sequence[TensorPlan]) -> Iterator[str]:
 
 
 def _unused_weights(tensors: Sequence[TensorPlan]) -> Iterator[str]:
-    """Yield a note for experts whose weight a method ignores."""
     found: dict[str, dict[str, None]] = {}
     for tensor in tensors:
         merge = tensor.merge

@@ -22,19 +22,13 @@ def expert_key(name: str) -> str:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor of one source.
+    """A tensor of one source."""
 
-    Attributes:
-        source: key of the source: `BASE`, `expert_key(name)`, or `MERGED`.
-        tensor: its name in the source; None: the source lacks it, and counts as unchanged.
-        rows: its number of rows, where row i stands for row i of the output. None: no limit is known.
-        weight: weight of its update in the merge; 1 is neutral.
-    """
-
-    source: str
-    tensor: str | None
+    source: str  # key of the source: `BASE`, `expert_key(name)`, or `MERGED`
+    tensor: str | None  # its name in the source; None: the source lacks it, and counts as unchanged
+    # Its number of rows, where row i stands for row i of the output. None: no limit is known.
     rows: int | None = None
-    weight: float = 1.0
+    weight: float = 1.0  # weight of its update in the merge; 1 is neutral
 
     def held(self, rows: range | None) -> range | None:
         """Return the part of a range of the output's rows that the operand has.
@@ -50,30 +44,21 @@ class Operand:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merging of a tensor by a method.
-
-    Attributes:
-        method: the registered name.
-        parameters: the values of all the method's parameters.
-        layout: how the tensor contains `(d_out, d_in)` matrices; None: it is merged in its own shape.
-        before: steps before the method.
-        after: steps after it.
-        scale: factor of the merged update: the weight of a single expert.
-    """
+    """Merging of a tensor by a method."""
 
     method: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any]  # the values of all of them
+    # How the tensor contains `(d_out, d_in)` matrices; None: it is merged in its own shape.
     layout: MatrixLayout | None
     before: tuple[StepUse, ...] = ()
     after: tuple[StepUse, ...] = ()
-    scale: float = 1.0
+    scale: float = 1.0  # factor of the merged update: the weight of a single expert
 
     copies: ClassVar[bool] = False
     compared: ClassVar[bool] = False
 
     @property
     def merge(self) -> Merge:
-        """This merge."""
         return self
 
     @property
@@ -104,7 +89,6 @@ class Merge:
 
     @property
     def writes_masks(self) -> bool:
-        """Whether the method returns a mask for each expert in addition to the merged update."""
         return registry.get(self.method).writes_masks
 
 
@@ -114,16 +98,12 @@ class Copy:
 
     Each operation tells whether it `copies`, whether it is `compared`, and which `merge` it does or
     prepares, if any.
-
-    Attributes:
-        compared: whether the experts' tensors are read too, and compared with the base's.
-        reshaped: experts whose tensor has another shape.
-        scale: name of the merged floating-point tensor that scales this tensor's codes; "": there
-            is none.
     """
 
+    # Whether the experts' tensors are read too, and compared with the base's.
     compared: bool = False
-    reshaped: tuple[str, ...] = ()
+    reshaped: tuple[str, ...] = ()  # experts whose tensor has another shape
+    # Name of the merged floating-point tensor that scales this tensor's codes; "": there is none.
     scale: str = ""
 
     copies: ClassVar[bool] = True
@@ -132,15 +112,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Count:
-    """Counting of magnitudes for the global pass of a merge: a reduction, which writes nothing.
+    """Counting of magnitudes for the global pass of a merge: a reduction, which writes nothing."""
 
-    Attributes:
-        merge: the merge that needs the global pass.
-        plan: the number of that merge's plan among those that run together.
-    """
-
-    merge: Merge
-    plan: int = 0
+    merge: Merge  # the merge that needs the global pass
+    plan: int = 0  # the number of that merge's plan among those that run together
 
     copies: ClassVar[bool] = False
     compared: ClassVar[bool] = False
@@ -148,22 +123,16 @@ class Count:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Measuring of updates and of a merged model; nothing is merged.
+    """Measuring of updates and of a merged model; nothing is merged."""
 
-    Attributes:
-        merged: the merged model's tensor; None: there is no such model.
-        spectra: whether singular values are computed, which is most of the work.
-        redo: a merge to repeat for the updates, to show its spectrum beside the merged model's.
-        attempt: a merge to try on the updates, for its diagnostics.
-        quadratics: whether to measure what any weighted sum of the updates would keep of each update.
-        experts: all experts that are measured; an expert without this tensor has an update of zero there.
-    """
-
-    merged: Operand | None = None
-    spectra: bool = False
+    merged: Operand | None = None  # the merged model's tensor; None: there is no such model
+    spectra: bool = False  # whether singular values are computed, which is most of the work
+    # A merge to repeat for the updates, to show its spectrum beside the merged model's.
     redo: Merge | None = None
-    attempt: Merge | None = None
+    attempt: Merge | None = None  # a merge to try on the updates, for its diagnostics
+    # Whether to measure what any weighted sum of the updates would keep of each update.
     quadratics: bool = False
+    # All experts that are measured; an expert without this tensor has an update of zero there.
     experts: tuple[str, ...] = ()
 
     copies: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from covmerge.files.quantised.writing.layouts import LAYOUTS, SAME, with_plain
 from covmerge.files.quantised.writing.like import as_stored, is_written
 from covmerge.plan.planning.forms import PackedTensor
 from covmerge.plan.planning.gguf import as_gguf, is_gguf
-from covmerge.plan.planning.types import Quantised
+from covmerge.plan.planning.types import Formed
 from covmerge.plan.planning.work import TensorPlan
 from covmerge.plan.recipe import Recipe
 
@@ -28,16 +28,11 @@ _TIED_HEAD = "lm_head"
 _OF_EXPERTS = "fp8-block"  # transformers loads experts stored separately only in this format
 
 
-def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Quantised:
-    """Return the tensors with those packed that the recipe asks for.
-
-    Raises:
-        RecipeError: the base, the method or the layers cannot be packed this way.
-        CheckpointError: a layer's sizes do not fit the format.
-    """
+def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint) -> Formed:
+    """Return the tensors with those packed that the recipe asks for."""
     wanted, keep = recipe.output.quantise, recipe.output.keep
     if wanted == "none":
-        return Quantised(tensors)
+        return Formed(tensors)
     if any(tensor.form.masks for tensor in tensors):
         raise RecipeError(
             f"method '{recipe.method}' writes masks beside plain weights: leave out `quantise`"
@@ -87,7 +82,8 @@ def quantised(recipe: Recipe, tensors: tuple[TensorPlan, ...], base: Checkpoint)
     unused = [p for p in keep if not any(fnmatchcase(name, p) for name in packable)]
     for pattern in unused:
         _check_pattern(pattern, [tensor.name for tensor in tensors])
-    return Quantised(tuple(done), settings, tuple(_notes(wanted, done, packed, by_keep, unused)))
+    notes = tuple(_notes(wanted, done, packed, by_keep, unused))
+    return Formed(tuple(done), notes, settings=settings)
 
 
 def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
@@ -142,10 +138,8 @@ def _is_packable(wanted: str, tensor: TensorPlan) -> bool:
     if tensor.output.module is not None:  # the module's own library reads it plain
         return False
     if wanted == "mxfp4":
-        return (
-            tensor.info.role is Role.EXPERT_STACK
-            and len(tensor.output.shape) == LAYOUTS[wanted].axes
-        )
+        axes = len(tensor.output.shape)
+        return tensor.info.role is Role.EXPERT_STACK and axes == LAYOUTS[wanted].axes
     # transformers' quantisers leave a head plain, also one that is no output embedding.
     if not _is_linear(tensor) or tensor.info.stays_full or tensor.info.outside_backbone:
         return False
@@ -169,7 +163,6 @@ def _packed(
     same: Quantisation | None,
     dtype: torch.dtype | None,
 ) -> TensorPlan:
-    """Return the tensor with its packed form."""
     output = tensor.output if dtype is None else replace(tensor.output, dtype=dtype)
     packing = LAYOUTS[wanted].packing(output) if same is None else as_stored(same, output)
     assert packing is not None  # checked by _check_sizes
@@ -189,14 +182,9 @@ def _check_sizes(wanted: str, headers: Sequence[TensorHeader]) -> None:
 
 
 def _check_experts(packed: Sequence[TensorPlan], plain: Sequence[TensorPlan]) -> None:
-    """Raise if experts that transformers joins into one module would be partly packed."""
-    modules = {
-        tensor.info.parameter.rpartition(".")[0]: tensor.name
-        for tensor in packed
-        if _is_an_expert(tensor)
-    }
+    modules = {_joined(tensor): tensor.name for tensor in packed if _is_an_expert(tensor)}
     for tensor in plain:
-        other = modules.get(tensor.info.parameter.rpartition(".")[0])
+        other = modules.get(_joined(tensor))
         if other is not None and _is_an_expert(tensor):
             raise RecipeError(
                 f"`keep` has '{tensor.name}' and not '{other}', which are one module once they are loaded: "
@@ -212,14 +200,13 @@ def _settings(
     by_keep: set[str],
 ) -> dict[str, Any]:
     """Return config.json's settings, which name every linear layer that is plain."""
+    kept = [tensor for tensor in tensors if tensor.name in by_keep]
     if same is not None:
-        stated = same.settings
-        plain = [tensor for tensor in tensors if tensor.name in by_keep]
-        if not plain:
-            return {**stated}
+        if not kept:
+            return {**same.settings}
         # A missing list in the config means defaults, which no longer hold once the list exists.
         heads = [tensor for tensor in tensors if tensor.info.role is Role.OUTPUT]
-        return with_plain(stated, [*_modules([*heads, *plain]), _TIED_HEAD])
+        return with_plain(same.settings, [*_modules([*heads, *kept]), _TIED_HEAD])
     names = {tensor.name for tensor in packed}
     layers = [
         tensor
@@ -229,23 +216,23 @@ def _settings(
         and (_is_linear(tensor) or tensor.info.role in (Role.OUTPUT, Role.HEAD, Role.EMBEDDING))
         and tensor.name.endswith(".weight")
     ]
-    plain = [tensor for tensor in tensors if tensor.name in by_keep]
     settings = {**LAYOUTS[wanted].settings}
     if settings.get("load_in_4bit"):
         dtype = packed[0].output.dtype
         settings["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
-    return with_plain(settings, [*_modules([*layers, *plain]), _TIED_HEAD])
+    return with_plain(settings, [*_modules([*layers, *kept]), _TIED_HEAD])
 
 
 def _modules(tensors: Sequence[TensorPlan]) -> Iterator[str]:
     for tensor in tensors:
-        yield (
-            tensor.name.removesuffix(".weight")
-            if tensor.name.endswith(".weight")
-            else (tensor.name.rpartition(".")[0])
-        )
+        yield tensor.name.rpartition(".")[0]
         if _is_an_expert(tensor):
-            yield tensor.info.parameter.rpartition(".")[0]
+            yield _joined(tensor)
+
+
+def _joined(expert: TensorPlan) -> str:
+    """Return the module that an expert is part of once it is loaded."""
+    return expert.info.parameter.rpartition(".")[0]
 
 
 def _notes(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from math import prod
 
 from covmerge.base.errors import TensorError
 from covmerge.base.findings import LOST
 from covmerge.base.settings import rules_for
 from covmerge.base.text import counted, some
-from covmerge.base.types import Role, TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.base.types import Role
 from covmerge.files.checkpoints.beside import modules_of
-from covmerge.files.tensors.describe import ModelDescription
+from covmerge.plan.planning.models import Model
 
 _LAYERS = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 _LEAST = 0.5  # least share of an expert's parameters that must have a place in the output
@@ -24,28 +22,20 @@ _DIRECTION = re.compile(r"direction\.\d+")  # name in llama.cpp's control vector
 
 
 def check_reached(
-    base: Checkpoint,
-    described: ModelDescription,
-    expert_name: str,
-    expert: Checkpoint,
-    *,
-    sizes: Mapping[str, int],
+    base: Model,
+    expert: Model,
     placed: Mapping[str, str],
-    lost: Collection[str],
+    unplaced: Collection[str],
     missing: Collection[str],
 ) -> None:
     """Raise if the output would contain almost nothing of an expert's updates.
 
     Args:
         base: the base.
-        described: description of the base's tensors.
-        expert_name: name of the expert.
-        expert: its checkpoint.
-        sizes: for each of the expert's tensors that count, the number of its stored numbers.
-        placed: by the base's name, the expert's tensor that it is merged with, or that is kept
-            beside it.
-        lost: the expert's names of tensors that have no counterpart in the base.
-        missing: the base's names of tensors that the expert lacks.
+        expert: the expert.
+        placed: by the base's name, the expert's tensor that it is merged with, or that is kept beside it.
+        unplaced: the expert's tensors without a counterpart in the base; a task head is kept, not lost.
+        missing: the base's tensors that the expert lacks.
 
     Raises:
         TensorError: less than half of the expert's parameters have a place in the base; or, for a
@@ -53,17 +43,22 @@ def check_reached(
             place; or tensors that it lacks may be lost ones under other names. Only rules that name
             the lost tensors allow this.
     """
+    lost = [n for n in unplaced if not expert.description.tensors[n].outside_backbone]
     if not lost:
         return
+    sizes = {name: header.elements for name, header in expert.checkpoint.low_rank.items()}
+    sizes |= {name: header.numel for name, header in expert.headers.items()}
     every = sum(sizes[name] for name in (*placed.values(), *lost))
     share, whose = 1 - sum(sizes[name] for name in lost) / max(1, every), "its"
-    is_model = not expert.is_adapter
+    is_model = not expert.checkpoint.is_adapter
     if is_model:
-        reached, lacking = (sum(_size(base, name) for name in names) for names in (placed, missing))
+        reached, lacking = (
+            sum(base.headers[name].numel for name in names) for names in (placed, missing)
+        )
         if reached < share * (reached + lacking):
             share, whose = reached / (reached + lacking), "the base's"
-    layers = any(described.tensors[name].role in _LAYERS for name in placed)
-    has_layers = any(len(_shape(expert, name)) > 1 for name in lost)
+    layers = any(base.description.tensors[name].role in _LAYERS for name in placed)
+    has_layers = any(len(expert.headers[name].shape) > 1 for name in lost)
     nearly_the_base = share < _LEAST or (has_layers and not layers)
     renamed = _renamed(base, missing, expert, lost)
     if not nearly_the_base and not renamed:
@@ -71,26 +66,22 @@ def check_reached(
     modules = set[str]() if placed else modules_of(base.headers)
     if all(_DIRECTION.fullmatch(name) or name in modules for name in lost):
         raise TensorError(
-            f"expert '{expert_name}' ({expert.source}) has vectors that are named by layers, such as "
-            f"'{next(iter(lost))}': a control vector, which is added to what layers give, and no weight. "
-            "Leave it out, and give it to what runs the output; such files are averaged with one another "
-            "by a recipe with `base: null` and `method: linear`"
+            f"{expert} has vectors that are named by layers, such as '{lost[0]}': a control vector, which "
+            "is added to what layers give, and no weight. Leave it out, and give it to what runs the "
+            "output; such files are averaged with one another by a recipe with `base: null` and `method: "
+            "linear`"
         )
     whole = layers and not missing and is_model
-    raise TensorError(
-        f"{LOST}: expert '{expert_name}' ({expert.source}) would lose {counted(len(lost), 'tensor')}: "
-        f"{_some(lost)} are no names of the base ({base.source}), which has {_some(base.headers)}. "
-        f"{100 * share:.0f} % of {whose} parameters would be merged. {_said_of(renamed)}"
-        f"{_way_out(lost, whole, nearly_the_base)}"
-    )
-
-
-def _said_of(renamed: Sequence[str]) -> str:
-    if not renamed:
-        return ""
-    return (
+    said = (
         f"The expert lacks {_some(renamed)}, of the same shapes as what is left out, which could be these "
         "under other names. "
+        if renamed
+        else ""
+    )
+    raise TensorError(
+        f"{LOST}: {expert} would lose {counted(len(lost), 'tensor')}: {_some(lost)} are no names of "
+        f"{base}, which has {_some(base.headers)}. {100 * share:.0f} % of {whose} parameters would be "
+        f"merged. {said}{_way_out(lost, whole, nearly_the_base)}"
     )
 
 
@@ -102,24 +93,19 @@ def _way_out(lost: Collection[str], whole: bool, nearly_the_base: bool) -> str:
     if nearly_the_base and not whole:
         return f"Such a merge is nearly the base, and no setting allows it. {rename}"
     if whole:
-        merged, otherwise = (
-            "All that the base has would be merged, and no",
-            "no part that the base lacks",
-        )
+        merged, otherwise = "All that the base has would be merged", "no part that the base lacks"
     else:
-        merged, otherwise = (
-            "What is left out is lost, and no",
-            "one that the expert lacks, under another name",
-        )
+        merged = "What is left out is lost"
+        otherwise = "one that the expert lacks, under another name"
     return (
-        f"{merged} setting allows it except one that names what is left out, such as "
+        f"{merged}, and no setting allows it except one that names what is left out, such as "
         f"{rules_for(next(iter(lost)))}; `*` stands for any part of a name. If it is {otherwise}: "
         f"{rename[0].lower()}{rename[1:]}"
     )
 
 
 def _renamed(
-    base: Checkpoint, missing: Collection[str], expert: Checkpoint, lost: Collection[str]
+    base: Model, missing: Collection[str], expert: Model, lost: Collection[str]
 ) -> list[str]:
     """Return missing tensors that may be lost ones under other names, if they are half or more, else none.
 
@@ -127,11 +113,12 @@ def _renamed(
     """
     by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in lost:
-        by_shape[_shape(expert, name)].append(name)
-    matching = Counter(_shape(base, n) for n in missing) & Counter(_shape(expert, n) for n in lost)
-    found = [name for name in missing if _shape(base, name) in by_shape]
+        by_shape[expert.headers[name].shape].append(name)
+    shapes = {name: base.headers[name].shape for name in missing}
+    matching = Counter(shapes.values()) & Counter({s: len(n) for s, n in by_shape.items()})
+    found = [name for name in missing if shapes[name] in by_shape]
     if matching.total() < _CHANCE:
-        alike = ((n, any(_are_near(n, o) for o in by_shape[_shape(base, n)])) for n in found)
+        alike = ((n, any(_are_near(n, o) for o in by_shape[shapes[n]])) for n in found)
         found = [name for name, near in alike if near]
         matching = Counter(found)
     return found if missing and 2 * matching.total() >= len(missing) else []
@@ -155,15 +142,6 @@ def _agreeing(left: Sequence[str], right: Sequence[str]) -> int:
         (n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
         min(len(left), len(right)),
     )
-
-
-def _size(checkpoint: Checkpoint, name: str) -> int:
-    return prod(_shape(checkpoint, name))
-
-
-def _shape(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    header: TensorHeader | None = checkpoint.headers.get(name)
-    return () if header is None else header.shape
 
 
 def _some(names: Collection[str]) -> str:

@@ -23,12 +23,8 @@ from covmerge.plan.recipe.varied import UNSAID, value_at
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.EXPERT_STACK)
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The action for a tensor, and the rule that determined it."""
-
-    action: Merge | Copy
-    rule: str
+# The action for a tensor, and the rule that determined it.
+Decision = tuple[Merge | Copy, str]
 
 
 @dataclass(frozen=True)
@@ -65,10 +61,7 @@ class Rules:
     def __init__(self, recipe: Recipe, family: str | None, names: Iterable[str]) -> None:
         """Resolve the parameters of every method and step that the recipe names.
 
-        Args:
-            recipe: the recipe with the rules.
-            family: model family, on which defaults depend.
-            names: names of the output's tensors, which determine depths.
+        Defaults depend on the model family, and depths on the names of the output's tensors.
 
         Raises:
             RecipeError: an unknown method, step or parameter, or a value out of range.
@@ -83,29 +76,25 @@ class Rules:
             Settings(self._way.method, piece.parameters, family).check()
 
     def chosen_use(self, name: str, role: Role) -> str | None:
-        """Return `use` of the first matching rule, or None."""
         rule = self._first_match(name, role)
         return rule.use if rule else None
 
     def decide(self, header: TensorHeader, info: TensorInfo) -> Decision:
-        """Return the action for one of the base's tensors."""
         kept = self.layers.of_base(header.name)
         if kept is not None:
-            return Decision(Copy(), f"base ({kept} of the mixture)")
+            return Copy(), f"base ({kept} of the mixture)"
         if self.layers.of_expert(header.name):
             method = registry.get("passthrough")
-            settings = Settings(method, {}, self._family).at(header.name, 0.0)
-            return Decision(
-                Merge(method.name, settings, None), "passthrough (an expert of the mixture)"
-            )
+            parameters = method.resolve({}, self._family)
+            return Merge(method.name, parameters, None), "passthrough (an expert of the mixture)"
         rule = self._first_match(header.name, info.role)
         if rule is not None:
             return self._by_rule(rule, header, info)
         if not header.dtype.is_floating_point:
-            return Decision(Copy(compared=True), f"base ({header.dtype} is not merged)")
+            return Copy(compared=True), f"base ({header.dtype} is not merged)"
         setting, value = self._setting(info.role)
         if value == "base":
-            return Decision(Copy(), f"base ({setting})")
+            return Copy(), f"base ({setting})"
         if value == "average":
             return self._average(setting)
         return self._merge(self._way, header, info, reason=setting)
@@ -147,9 +136,9 @@ class Rules:
             f"{key} {value}" for key, value in (("match", rule.match), ("role", rule.role)) if value
         )
         if rule.use in ("base", "head"):
-            return Decision(Copy(), f"{rule.use} ({text})")
+            return Copy(), f"{rule.use} ({text})"
         if not header.dtype.is_floating_point:
-            return Decision(Copy(compared=True), f"base ({header.dtype} is not merged)")
+            return Copy(compared=True), f"base ({header.dtype} is not merged)"
         if rule.use == "average":
             return self._average(text)
         return self._merge(self._way_of(rule), header, info, reason=text)
@@ -170,16 +159,9 @@ class Rules:
         return next((rule for rule in self._recipe.rules if rule.applies_to(name, role)), None)
 
     def _average(self, reason: str) -> Decision:
-        return Decision(Merge("average", {}, layout=None), f"average ({reason})")
+        return Merge("average", {}, layout=None), f"average ({reason})"
 
-    def _merge(
-        self,
-        way: _Way,
-        header: TensorHeader,
-        info: TensorInfo,
-        *,
-        reason: str,
-    ) -> Decision:
+    def _merge(self, way: _Way, header: TensorHeader, info: TensorInfo, *, reason: str) -> Decision:
         if way.method.takes_any_shape and self.matrices(header, info) is None:
             way = way.without_matrices()
         method = way.whole
@@ -187,7 +169,7 @@ class Rules:
         text = f"{name} ({reason})" if reason else name
         parameters = self._parameters(way, header.name)
         if method.takes_any_shape:
-            return Decision(way.merge(None, parameters), text)
+            return way.merge(None, parameters), text
         if len(header.shape) < 2 or header.complex:
             what = "complex" if header.complex else "not a matrix"
             raise RecipeError(
@@ -199,7 +181,7 @@ class Rules:
             layout = replace(layout, transposed=False)
         elif self._recipe.tensors.fused == "split" and info.parts is not None:
             layout = replace(layout, parts=info.parts)
-        return Decision(way.merge(layout, parameters), text)
+        return way.merge(layout, parameters), text
 
     def _parameters(self, way: _Way, name: str) -> Mapping[str, Any]:
         """Return a method's parameters for a tensor; slices change only those of the recipe's method."""

@@ -56,9 +56,9 @@ class Layers:
         """Return the experts that take part in a tensor, in the order of its slice."""
         index = self._index(name)
         if index is not None and self._moe is not None:
-            shared = self._moe.shared
-            own = None if shared is None or index != SHARED else shared.expert
-            return [self._moe.routed(experts)[index] if own is None else own]
+            if index == SHARED and self._moe.shared is not None:
+                return [self._moe.shared.expert]
+            return [self._moe.routed(experts)[index]]
         return list(self._slice(name).experts if self._slices else experts)
 
     def of_expert(self, name: str) -> bool:

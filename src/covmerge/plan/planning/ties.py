@@ -6,7 +6,7 @@ is viewed untied (`Untied`): each of them is a separate tensor in the plan and i
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.config_counts import TIED, language_parts
 from covmerge.files.tensors.names import find_name, kind_by_name, layer_name
 from covmerge.files.tensors.shown import Untied, same_values
-from covmerge.plan.planning.align import Model, over_base
+from covmerge.plan.planning.models import Model, over_base
 from covmerge.plan.vocabulary.rows import rows_of
 
 # Where `tie_word_embeddings` is true, these models also scale the head's inputs by d_model ** -0.5.
@@ -31,64 +31,57 @@ _SCALED_WHERE_TIED = ("t5", "longt5", "pop2piano", "switch_transformers", "udop"
 def with_ties_undone(
     sources: Mapping[str | None, Checkpoint], form: Literal["model", "adapter"]
 ) -> dict[str | None, Checkpoint]:
-    """Return the sources, with the base (or the first source) untied if some expert needs that.
+    """Return the sources, with the base (None), or the first without one, untied if some expert needs that.
 
-    Args:
-        sources: the base, under the key None, if there is one; then the experts.
-        form: format of the output. Not all releases of PEFT load tied factors, so in an adapter
-            each tensor has its own factors.
+    Not all releases of PEFT load tied factors, so in an adapter each tensor has its own factors.
 
     Raises:
         InputError: a model's config says that its head is untied, and no head is stored; or a model
             cannot be stored untied.
     """
     first = next(iter(sources))
-    adapters = {k: source for k, source in sources.items() if isinstance(source, AdapterCheckpoint)}
-    models = {key: Model.of(source) for key, source in sources.items() if key not in adapters}
+    models = {
+        key: Model.of(source, key)
+        for key, source in sources.items()
+        if not isinstance(source, AdapterCheckpoint)
+    }
     start = models[first]
-    for key, model in models.items():
-        if _type(start) in (None, _type(model)):  # else it is refused later, by its type
-            _check_head(key, model)
+    for model in models.values():
+        if start.model_type in (None, model.model_type):  # else it is refused later, by its type
+            _check_head(model)
     experts = {key: source for key, source in sources.items() if key != first}
     if start.description.source == "names":
-        _check_unknown_ties(start, experts, adapters)
+        _check_unknown_ties(start, experts)
     if not start.description.tied:
         return dict(sources)
-    found = _changed_apart(start, adapters, models, list(experts), form)
+    found = _changed_apart(start, experts, models, form)
     if found is None:
         return dict(sources)
-    key, names = found
+    changes, names = found
     headers = start.checkpoint.headers
     if any(name in headers and headers[name].module is not None for name in names):
         raise InputError(
-            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and they are tied "
-            f"in a module of {start.checkpoint.source}: merge that module by itself (pass its folder of "
-            "each source), copy the result over the module's folder in copies of the base and of every "
-            "expert, and merge these"
+            f"{changes}, and they are tied in a module of {start.checkpoint.source}: merge that module by "
+            "itself (pass its folder of each source), copy the result over the module's folder in copies "
+            "of the base and of every expert, and merge these"
         )
-    said = (
-        f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
-        f"{start.checkpoint.source} ties them"
-    )
+    said = f"{changes}, and {start.checkpoint.source} ties them"
     note = (
         f"{said}: each is merged by itself, and the output does not tie them"
         if form == "model"
         else f"{start.checkpoint.source} ties {_both(names)}: in the adapter each has its own update"
     )
     view = _view(start, note)
-    found = _changed_apart(Model.of(view), adapters, models, list(experts), form)
+    found = _changed_apart(Model.of(view), experts, models, form)
     if found is not None:
-        key, names = found
         raise InputError(
-            f"expert '{key}' ({experts[key].source}) changes {_both(names)} differently, and "
-            f"transformers ties these in this model whatever its config says: merge experts that were "
-            "trained without the one or with both as one tensor"
+            f"{found[0]}, and transformers ties these in this model whatever its config says: merge "
+            "experts that were trained without the one or with both as one tensor"
         )
-    model_type = _type(start)
-    if model_type in _SCALED_WHERE_TIED and form == "model":
+    if start.model_type in _SCALED_WHERE_TIED and form == "model":
         apart = some([n for group in _groups(start).values() for n in group], 5, quoted=True)
         raise InputError(
-            f"{said}. Untied it would be another model: in a '{model_type}' `{TIED}` also decides "
+            f"{said}. Untied it would be another model: in a '{start.model_type}' `{TIED}` also decides "
             f'that its output is scaled. Store all of {apart} in the base, set "{TIED}" and, if it is '
             'there, "scale_decoder_outputs" to false in its config.json, and multiply its '
             "'decoder.final_layer_norm.weight' by d_model ** -0.5, which is the same model, untied; or "
@@ -99,10 +92,6 @@ def with_ties_undone(
         **{k: _as_untied(start, model) for k, model in models.items() if k != first},
         first: view,
     }
-
-
-def _type(model: Model) -> object:
-    return (model.checkpoint.config or {}).get("model_type")
 
 
 def _view(base: Model, *notes: str) -> Untied:
@@ -127,19 +116,18 @@ def _as_untied(base: Model, expert: Model) -> Checkpoint:
 
 def _changed_apart(
     base: Model,
-    adapters: Mapping[str | None, AdapterCheckpoint],
+    experts: Mapping[str | None, Checkpoint],
     models: Mapping[str | None, Model],
-    experts: Sequence[str | None],
     form: Literal["model", "adapter"],
-) -> tuple[str | None, tuple[str, str]] | None:
-    """Return the first expert that changes two tied tensors differently, with their names, or None."""
-    for key in experts:
-        if key in adapters:
-            apart = _held_apart(base, adapters[key], form)
+) -> tuple[str, tuple[str, str]] | None:
+    """Say of the first expert that it changes two tied tensors differently, and name both, or None."""
+    for key, expert in experts.items():
+        if isinstance(expert, AdapterCheckpoint):
+            apart = _held_apart(base, expert, form)
         else:
             apart = _stored_apart(base, models[key])
         if apart is not None:
-            return key, apart
+            return f"expert '{key}' ({expert.source}) changes {_both(apart)} differently", apart
     return None
 
 
@@ -147,20 +135,17 @@ def _both(names: tuple[str, str]) -> str:
     return " and ".join(f"'{name}'" for name in names)
 
 
-def _check_head(key: str | None, model: Model) -> None:
+def _check_head(model: Model) -> None:
     lacking = model.description.lacks_head
     if lacking is not None and model.checkpoint.gives(lacking):
-        who = "the base" if key is None else f"expert '{key}'"
         raise InputError(
-            f"{who} ({model.checkpoint.source}) stores no '{lacking}', and its config.json ties it to no "
-            f"other tensor, so that clients would draw it at random. If it is to be the embedding, set "
+            f"{model} stores no '{lacking}', and its config.json ties it to no other tensor, so that "
+            "clients would draw it at random. If it is to be the embedding, set "
             f'"{TIED}": true in its config.json; else save the model again, with its head'
         )
 
 
-def _check_unknown_ties(
-    base: Model, experts: Mapping[str | None, Checkpoint], adapters: Container[str | None]
-) -> None:
+def _check_unknown_ties(base: Model, experts: Mapping[str | None, Checkpoint]) -> None:
     """Raise if an expert may change tied tensors and it is unknown which tensors are tied."""
     config = base.checkpoint.config or {}
     if not any(part.get(TIED) is True for _, part in language_parts(config)):
@@ -170,7 +155,8 @@ def _check_unknown_ties(
             header = TensorHeader(name, shape, torch.float32)
             role = kind_by_name(header, {name: header}).role
             table = role is Role.EMBEDDING and rows_of(name) == "tokens" and not layer_name(name)
-            if (role is Role.OUTPUT and name not in base.headers) or (key in adapters and table):
+            trained = table and isinstance(expert, AdapterCheckpoint)
+            if (role is Role.OUTPUT and name not in base.headers) or trained:
                 raise InputError(
                     f"config.json of {base.checkpoint.source} ties its output head to an embedding "
                     f"({TIED}), and which tensors that are is not known "
@@ -262,7 +248,6 @@ def _shapes(source: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _alike(adapter: AdapterCheckpoint, one: str, other: str) -> bool:
-    """Return whether an adapter changes two equal tensors alike."""
     adapter.materialize()
     if one in adapter.headers and other in adapter.headers:
         return same_values(adapter, one, other)

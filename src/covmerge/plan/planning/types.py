@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -34,17 +35,11 @@ _SAMPLED, _LEAST_SAMPLED = 1 / 16, 2**22
 
 @dataclass(frozen=True)
 class PlannedPass:
-    """A pass over all tensors of a method, needed before the first is merged.
+    """A pass over all tensors of a method, needed before the first is merged."""
 
-    Attributes:
-        merge: one of the merges that need the pass; all of them have its key.
-        density: share of each expert's entries that is kept.
-        items: the items that count, on the same rows as the items that merge.
-    """
-
-    merge: Merge
-    density: float
-    items: tuple[WorkItem, ...]
+    merge: Merge  # one of the merges that need the pass; all of them have its key
+    density: float  # share of each expert's entries that is kept
+    items: tuple[WorkItem, ...]  # the items that count, on the same rows as the items that merge
 
     @cached_property
     def sample(self) -> tuple[WorkItem, ...]:
@@ -59,24 +54,20 @@ class PlannedPass:
 
     @cached_property
     def experts(self) -> tuple[str, ...]:
-        """The experts whose entries are ranked."""
         return tuple(dict.fromkeys(e for item in self.items for e in item.tensor.operands))
 
     @staticmethod
     def counting(items: Iterable[WorkItem], plan: int = 0) -> Iterator[WorkItem]:
         """Yield items that count the entries of given items, for one of the plans that run together."""
-        tensor: TensorPlan | None = None
-        counted: TensorPlan | None = None  # one plan for all rows of a tensor, which are neighbours
-        for item in items:
-            operation = item.tensor.operation
+        for _, neighbours in groupby(items, key=lambda item: id(item.tensor)):
+            first, *others = neighbours
+            tensor, operation = first.tensor, first.tensor.operation
             if isinstance(operation, Count) and operation.plan == plan:
-                yield item
+                yield from (first, *others)
                 continue
-            if counted is None or item.tensor is not tensor:
-                tensor = item.tensor
-                assert operation.merge is not None
-                counted = replace(tensor, operation=Count(operation.merge, plan), form=Unwritten())
-            yield replace(item, tensor=counted, write_bytes=0)
+            assert operation.merge is not None
+            counted = replace(tensor, operation=Count(operation.merge, plan), form=Unwritten())
+            yield from (replace(i, tensor=counted, write_bytes=0) for i in (first, *others))
 
     def passes(self, dtype: str) -> tuple[int, int]:
         """Return the number of readings of the sample and then of the items, if the guess is good."""
@@ -85,20 +76,16 @@ class PlannedPass:
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """The tensors of a model, some of which are stored packed.
-
-    Attributes:
-        tensors: all of them, with their forms.
-        settings: `quantization_config` of config.json; None: nothing is packed.
-        notes: what a user should know.
-        gguf: what a GGUF file has beside them, where they are written as one.
-    """
+class Formed:
+    """An output's tensors with their forms, and what else its files need."""
 
     tensors: tuple[TensorPlan, ...]
-    settings: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
-    gguf: GgufHead | None = None
+    # In an adapter, the tensors whose merge on the factors of the updates is exact.
+    thin: frozenset[str] = frozenset()
+    parameters: tuple[str, ...] = ()  # all tensors of the model that an adapter is loaded over
+    settings: Mapping[str, Any] | None = None  # `quantization_config` of config.json, if it has one
+    gguf: GgufHead | None = None  # what a GGUF file has beside its tensors
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,19 +135,12 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes read from all checkpoints and statistics, global passes and tensor passes included."""
-        merging = sum(
-            item.pass_bytes + item.read_bytes + item.statistics_bytes for item in self.items
-        )
-        return merging + sum(
-            passes * item.read_bytes
-            for global_pass in self.global_passes
-            for passes, items in zip(
-                global_pass.passes(self.recipe.dtype),
-                (global_pass.sample, global_pass.items),
-                strict=True,
-            )
-            for item in items
-        )
+        total = sum(i.pass_bytes + i.read_bytes + i.statistics_bytes for i in self.items)
+        for counting in self.global_passes:
+            of_sample, of_items = counting.passes(self.recipe.dtype)
+            total += of_sample * sum(item.read_bytes for item in counting.sample)
+            total += of_items * sum(item.read_bytes for item in counting.items)
+        return total
 
     @property
     def write_bytes(self) -> int:

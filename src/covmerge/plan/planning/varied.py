@@ -21,12 +21,9 @@ from covmerge.plan.recipe.varied import UNSAID, check_varied, is_varied, value_a
 
 @dataclass(frozen=True)
 class Settings:
-    """The parameters that a recipe gives a method.
+    """The parameters that a recipe gives a method; some may differ from tensor to tensor.
 
-    Attributes:
-        method: the method that they belong to.
-        given: the parameters as in the recipe; some may differ from tensor to tensor.
-        family: model family, which decides defaults.
+    The model family decides defaults.
     """
 
     method: Method
@@ -45,8 +42,10 @@ class Settings:
             if is_varied(value):
                 check_varied(value, lambda one, name=name: self._check(name, one))
 
+    def _check(self, name: str, value: object) -> None:
+        self.method.resolve({name: value}, self.family)
+
     def at(self, name: str, depth: float) -> dict[str, Any]:
-        """Return all parameters for one tensor."""
         found = {key: value_at(value, name, depth) for key, value in self.given.items()}
         said = {key: value for key, value in found.items() if value is not UNSAID}
         parameters = self.method.resolve(said, self.family)
@@ -65,9 +64,6 @@ class Settings:
             if not self.method.has(key):
                 self.method.resolve({key: None})  # raises, and names the nearest parameter
         return {**self.method.resolve(plain, self.family), **self.given}
-
-    def _check(self, name: str, value: object) -> None:
-        self.method.resolve({name: value}, self.family)
 
 
 def shown_parameters(method: str, given: Mapping[str, Any], family: str | None) -> dict[str, Any]:
@@ -88,20 +84,13 @@ def as_mergekit(tensors: Sequence[TensorPlan], dtype_of: DtypeOf) -> tuple[Tenso
     names.
     """
     by_dtype = [_with_dtype(tensor, dtype_of) for tensor in tensors]
-    drawn = {
-        tensor.name: _drawn(tensor)
-        for tensor in by_dtype
-        if _parameters(tensor).get("drawn") == IN_ORDER
-    }
-    found = places(drawn)
-    return tuple(
-        _with(tensor, "drawn", found[tensor.name]) if tensor.name in found else tensor
-        for tensor in by_dtype
-    )
+    in_order = [t for t in by_dtype if _parameters(t).get("drawn") == IN_ORDER]
+    found = places({tensor.name: _drawn(tensor) for tensor in in_order})
+    return tuple(_with(t, "drawn", found[t.name]) if t.name in found else t for t in by_dtype)
 
 
-def _parameters(tensor: TensorPlan) -> dict[str, Any]:
-    return {} if tensor.merge is None else dict(tensor.merge.parameters)
+def _parameters(tensor: TensorPlan) -> Mapping[str, Any]:
+    return {} if tensor.merge is None else tensor.merge.parameters
 
 
 def _with(tensor: TensorPlan, parameter: str, value: object) -> TensorPlan:
@@ -113,11 +102,8 @@ def _with(tensor: TensorPlan, parameter: str, value: object) -> TensorPlan:
 def _with_dtype(tensor: TensorPlan, dtype_of: DtypeOf) -> TensorPlan:
     if _parameters(tensor).get("arithmetic") != STORED:
         return tensor
-    held = [
-        dtype_of(expert, operand)
-        for expert, operand in tensor.operands.items()
-        if operand.tensor is not None
-    ]
+    operands = tensor.operands.items()
+    held = [dtype_of(expert, operand) for expert, operand in operands if operand.tensor is not None]
     widest = reduce(torch.promote_types, held, tensor.stored.dtype)
     return _with(tensor, "arithmetic", str(widest).removeprefix("torch."))
 

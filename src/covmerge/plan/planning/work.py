@@ -27,35 +27,26 @@ TOGETHER_ELEMENTS = 2**25
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The plan of one tensor of the output.
+    """The plan of one tensor of the output."""
 
-    Attributes:
-        stored: its header in the base.
-        output: its header in the output (the base's name and shape, the output dtype).
-        info: its description in the model; its role is `head` if each expert keeps its own.
-        operation: the operation on it, and the `rule` that determined it.
-        operands: the tensors that are merged, by expert. Experts that take no part are missing.
-        base: the tensor that updates are differences from, and that the merged update is added to;
-            for a copy, the tensor that is copied. None: updates are given directly, and the base is
-            not needed.
-        form: the form of the result in the output.
-        statistics: for each expert, the tensor's name in its statistics file; empty if the method
-            needs no data.
-        matrices: how it contains `(d_out, d_in)` matrices, whether or not the method uses them;
-            None: it contains none, or none of a layer.
-        ties: the other parameters that the config ties to it; it is stored for them too.
-    """
-
-    stored: TensorHeader
-    output: TensorHeader
+    stored: TensorHeader  # its header in the base
+    output: TensorHeader  # its header in the output (the base's name and shape, the output dtype)
+    # Its description in the model; its role is `head` if each expert keeps its own.
     info: TensorInfo
-    operation: Operation
+    operation: Operation  # the operation on it, and the `rule` that determined it
     rule: str
+    # The tensors that are merged, by expert. Experts that take no part are missing.
     operands: Mapping[str, Operand]
+    # The tensor that updates are differences from, and that the merged update is added to; for a
+    # copy, the tensor that is copied. None: updates are given directly, and the base is not needed.
     base: Operand | None
-    form: Form = field(default_factory=ModelTensor)
+    form: Form = field(default_factory=ModelTensor)  # the form of the result in the output
+    # For each expert, the tensor's name in its statistics file; empty if the method needs no data.
     statistics: Mapping[str, str] = field(default_factory=dict[str, str])
+    # How it contains `(d_out, d_in)` matrices, whether or not the method uses them; None: it
+    # contains none, or none of a layer.
     matrices: MatrixLayout | None = None
+    # The other parameters that the config ties to it; it is stored for them too.
     ties: tuple[str, ...] = ()
 
     @property
@@ -75,11 +66,9 @@ class TensorPlan:
 
     @property
     def changed_by_experts(self) -> bool:
-        """Whether any expert has the tensor."""
         return any(operand.tensor is not None for operand in self.operands.values())
 
     def written_bytes(self, rows: range | None) -> int:
-        """Return the number of bytes that some rows take in the output."""
         return sum(place.nbytes for place in self.form.places(self.output, rows))
 
     def stream(self, expert: str, first_element: int = 0) -> Stream:
@@ -103,40 +92,27 @@ def experts_at_once(elements: int, experts: int, *, held: bool) -> int:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """The work on a range of rows of one tensor: they are read, computed and written together.
+    """The work on a range of rows of one tensor: they are read, computed and written together."""
 
-    Attributes:
-        tensor: its plan.
-        rows: range of the first axis; None: the whole tensor (scalars have no rows).
-        read_bytes: stored bytes of base and experts that are read.
-        write_bytes: bytes of the result.
-        statistics_bytes: bytes of the experts' statistics, which are read with the tensor.
-        at_once: number of rows that are merged at once, if rows do not depend on each other; None: all.
-        tensor_pass: whether a method that needs the whole tensor reads it first, expert by expert;
-            then rows are read again, and merged `at_once`.
-        pass_bytes: bytes that this first reading takes, as far as they are known before.
-        workspace: bytes that the computation needs in addition to its inputs and its result.
-        flops: number of floating-point operations.
-        eigen_flops: the part of these for eigenproblems and singular values.
-        thin: whether it reads and writes only factors, so that no tensor has the size of its rows.
-    """
-
-    tensor: TensorPlan
-    rows: range | None
-    read_bytes: int
-    write_bytes: int
-    workspace: int
-    flops: float
-    eigen_flops: float = 0.0
-    statistics_bytes: int = 0
+    tensor: TensorPlan  # its plan
+    rows: range | None  # range of the first axis; None: the whole tensor (scalars have no rows)
+    read_bytes: int  # stored bytes of base and experts that are read
+    write_bytes: int  # bytes of the result
+    workspace: int  # bytes that the computation needs in addition to its inputs and its result
+    flops: float  # number of floating-point operations
+    eigen_flops: float = 0.0  # the part of these for eigenproblems and singular values
+    statistics_bytes: int = 0  # bytes of the experts' statistics, which are read with the tensor
+    # Number of rows that are merged at once, if rows do not depend on each other; None: all.
     at_once: int | None = None
+    # Whether a method that needs the whole tensor reads it first, expert by expert; then rows are
+    # read again, and merged `at_once`.
     tensor_pass: bool = False
-    pass_bytes: int = 0
+    pass_bytes: int = 0  # bytes that this first reading takes, as far as they are known before
+    # Whether it reads and writes only factors, so that no tensor has the size of its rows.
     thin: bool = False
 
     @property
     def memory(self) -> int:
-        """Bytes held in memory while the item is computed."""
         return self.held_bytes + self.statistics_bytes + self.workspace + self.write_bytes
 
     @property
@@ -153,13 +129,11 @@ class WorkItem:
 
     @property
     def key(self) -> tuple[str, tuple[int, int]]:
-        """The key of the item in the journal."""
         span = (self.rows.start, self.rows.stop) if self.rows is not None else (0, 1)
         return self.tensor.key, span
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """The places of the result in the output."""
         return self.tensor.form.places(self.tensor.output, self.rows)
 
     def is_narrow(self, device: torch.device) -> bool:
@@ -178,7 +152,6 @@ class WorkItem:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of its rows."""
         whole = self.tensor.stored.shape
         return whole if self.rows is None else (len(self.rows), *whole[1:])
 
@@ -207,5 +180,4 @@ class WorkItem:
 
     @property
     def first_element(self) -> int:
-        """Index of the item's first element in its tensor."""
         return 0 if self.rows is None else self.rows.start * prod(self.tensor.stored.shape[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -12,24 +12,8 @@ from pydantic_core import ErrorDetails
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Caller, Hint, setting_named
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.plan.recipe.schema import (
-    Expert,
-    Output,
-    Recipe,
-    Rule,
-    Slice,
-    TensorRules,
-    subtract,
-)
-from covmerge.plan.recipe.sections import (
-    RUN,
-    Mixture,
-    Prompts,
-    Run,
-    Shared,
-    TokenizerRules,
-    TokenRow,
-)
+from covmerge.plan.recipe.schema import Expert, Recipe, WithRun, subtract
+from covmerge.plan.recipe.sections import RUN, TokenRow
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 
 _MARKS = ("[key]", "[number]", "[varied]")
@@ -102,17 +86,14 @@ def _line(detail: ErrorDetails, origin: Origin) -> str:
     if kind == "value_error":
         place = "" if path == ("output",) else f"{_place(path, origin)}: "
         return f"{where}: {place}{detail['ctx']['error']}"  # pyright: ignore[reportTypedDictNotRequiredAccess] - always there for this type
-    given = detail["input"]
-    stored = path == ("dtype",) and given in _STORED_DTYPES
-    hint = (
-        f", which is computed in; to store another pass {Hint('out_dtype', given)}"
-        if stored
-        else ""
-    )
+    given, hint = detail["input"], ""
+    if path == ("dtype",) and given in _STORED_DTYPES:
+        hint = f", which is computed in; to store another pass {Hint('out_dtype', given)}"
     if path[-1:] == ("weight",) and isinstance(given, int | float) and given < 0:
         hint = f"; {subtract()}"
     place = _place(path, origin)
-    return f"{where}: {place} is {_value(given)}; it must be {_wanted(detail)}{hint}"
+    value = "empty" if given is None else shorten(given)
+    return f"{where}: {place} is {value}; it must be {_wanted(detail)}{hint}"
 
 
 def _wanted(detail: ErrorDetails) -> str:
@@ -128,38 +109,21 @@ def _wanted(detail: ErrorDetails) -> str:
 
 
 def _model_at(path: KeyPath) -> type[BaseModel]:
-    match path:
-        case ("experts", _):
-            return Expert
-        case ("tensors",):
-            return TensorRules
-        case ("rules", _):
-            return Rule
-        case ("slices", _):
-            return Slice
-        case (key,) if key == RUN:
-            return Run
-        case ("moe",):
-            return Mixture
-        case ("moe", "prompts", _):
-            return Prompts
-        case ("moe", "shared"):
-            return Shared
-        case ("tokenizer",):
-            return TokenizerRules
-        case ("tokenizer", "tokens", _):
-            return TokenRow
-        case ("output",):
-            return Output
-        case _:
-            return Recipe
+    """Return the model of the part of a recipe at a path, or of the part around it."""
+    model: type[BaseModel] = WithRun if path[:1] == (RUN,) else Recipe
+    for key in path:
+        field = model.model_fields.get(str(key))
+        model = (None if field is None else _model_in(field.annotation)) or model
+    return model
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_model_in, get_args(annotation))), None)
 
 
 def _place(path: KeyPath, origin: Origin) -> str:
     if not path:
         return "the recipe"
     return setting_named(path, _CALLERS.get(origin.name, "recipe")) or key_path(path)
-
-
-def _value(value: object) -> str:
-    return "empty" if value is None else shorten(value)

@@ -14,7 +14,7 @@ from covmerge.base.settings import KEYS, Hint
 from covmerge.files.stores.address import address_of, hub_address, local_path
 from covmerge.files.stores.regular_file import open_regular, read_some
 from covmerge.plan.recipe.explain import explain, key_path
-from covmerge.plan.recipe.mergekit.compiling import Document, compile_mergekit, in_order
+from covmerge.plan.recipe.mergekit.compiling import Stage, compile_mergekit, in_order
 from covmerge.plan.recipe.mergekit.models import Places
 from covmerge.plan.recipe.mergekit.reading import ImportLog, is_mergekit
 from covmerge.plan.recipe.schema import Recipe, WithRun, output_as
@@ -31,11 +31,7 @@ FORMS = (
 
 
 def marks_in(data: object, origin: Origin) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the place of each marked value, and the values to choose from.
-
-    Raises:
-        RecipeError: a mark is where nothing can be searched, or has other keys beside it.
-    """
+    """Yield the place of each marked value, and the values to choose from."""
     for place, value in _walk(data, ()):
         if not _may_be_marked(place):
             if len(value) == 1 and isinstance(value[SEARCH], list | tuple):
@@ -113,17 +109,9 @@ def load_recipe(path: str | Path, log: ImportLog | None = None) -> Recipe:
 def recipe_of(
     data: Any, origin: Origin, folder: Path | None, log: ImportLog | None = None
 ) -> Recipe:
-    """Return the recipe for the content of a file, of covmerge or of mergekit.
+    """Return the recipe for the content of a file, as `load_recipe` does.
 
-    Args:
-        data: content of the file.
-        origin: its name, and the lines of its keys.
-        folder: folder that relative paths start from; None: they are not changed.
-        log: how strictly to read a recipe of mergekit's; it collects notes.
-
-    Raises:
-        CheckpointError: the checkpoints of a `run` are missing or incomplete.
-        RecipeError: the content is no recipe; one line for each problem.
+    Relative paths start from the folder; None: they are not changed.
     """
     if isinstance(data, dict) and is_mergekit(theirs := cast("dict[str, Any]", data)):
         ours = compile_mergekit(theirs, origin, log or ImportLog(), Places(folder))
@@ -141,14 +129,9 @@ def load_stages(
 ) -> list[tuple[Path, Recipe]]:
     """Return the folders to write, in order, with their recipes, from a file of one or more documents.
 
-    Several documents are mergekit's stages. Each named stage is written to a folder of that name,
-    where other stages find it. The stage without a name is written to `out`.
-
-    Args:
-        path: the file.
-        out: output of the last stage; if all stages are named, the folder for all of them.
-        log: how strictly to read a recipe of mergekit's; it collects notes.
-        folder: folder for the named stages; None: `OUT.stages`. With a folder, `out` may be None.
+    Several documents are mergekit's stages. Each named stage is written to a folder of that name, where
+    other stages find it: in `folder`, or in `OUT.stages`. The stage without a name is written to `out`. If
+    all are named, `out` or `folder` is the folder for all of them.
 
     Raises:
         RecipeError: as in `load_recipe`; or a name is invalid or used twice, stages need each
@@ -164,7 +147,7 @@ def load_stages(
             )
         return [(out, recipe_of(*documents[0], Path(path).parent, log))]
     log = log or ImportLog()
-    stages = in_order([Document(data, origin, log) for data, origin in documents])
+    stages = in_order([Stage.of(data, origin, log) for data, origin in documents])
     inside, last = _folders(str(path), out, folder, named=stages[-1].name is not None)
     folders = {stage.name: str(inside / stage.name) for stage in stages if stage.name}
     if stages[-1].name is None:
@@ -174,10 +157,8 @@ def load_stages(
         (
             Path(folders[stage.name]) if stage.name else last,
             _validate(
-                compile_mergekit(stage.recipe, stage.origin, log, places),
-                Origin(
-                    f"{stage.origin.name}, {stage.name or 'the last stage'} as a recipe of covmerge"
-                ),
+                compile_mergekit(stage.part.data, stage.part.origin, log, places),
+                Origin(f"{path}, {stage.name or 'the last stage'} as a recipe of covmerge"),
             ),
         )
         for stage in stages
@@ -281,15 +262,7 @@ def dump_recipe(recipe: Recipe) -> dict[str, Any]:
         {key: value for key, value in rule.items() if value not in (None, {}, [])}
         for rule in data["rules"]
     ]
-    optional = (
-        "method",
-        "before",
-        "after",
-        "slices",
-        "moe",
-        "tokenizer",
-        "chat_template",
-    )
+    optional = ("method", "before", "after", "slices", "moe", "tokenizer", "chat_template")
     return {key: value for key, value in data.items() if value or key not in optional}
 
 
@@ -344,21 +317,15 @@ def _validate(data: Any, origin: Origin) -> Recipe:
 
 def _beside(recipe: Recipe, folder: Path, origin: Origin) -> Recipe:
     """Return the recipe with its relative paths starting from `folder`."""
-    experts = {
-        name: expert.model_copy(
-            update={
-                key: _locate(value, folder, origin, (*place, key) if key == "statistics" else place)
-                for key in ("source", "statistics")
-                if (value := getattr(expert, key)) is not None
-            }
-        )
-        for name, expert in recipe.experts.items()
-        for place in [("experts", name)]
-    }
-    of_base = (
-        {} if recipe.base is None else {"base": _locate(recipe.base, folder, origin, ("base",))}
-    )
-    return recipe.model_copy(update={**of_base, "experts": experts})
+    found: dict[str, Any] = {"experts": {}}
+    if recipe.base is not None:
+        found["base"] = _locate(recipe.base, folder, origin, ("base",))
+    for name, expert in recipe.experts.items():
+        moved = {"source": _locate(expert.source, folder, origin, ("experts", name))}
+        if (file := expert.statistics) is not None:
+            moved["statistics"] = _locate(file, folder, origin, ("experts", name, "statistics"))
+        found["experts"][name] = expert.model_copy(update=moved)
+    return recipe.model_copy(update=found)
 
 
 def _locate(source: str, folder: Path, origin: Origin, key: KeyPath) -> str:
@@ -404,11 +371,9 @@ _ADDED = ("parameters", "tensors")
 
 
 def lay_over(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's data with settings at the places that `KEYS` gives.
+    """Return a recipe's data with settings, by their Python names, at the places that `KEYS` gives.
 
-    Args:
-        recipe: the recipe's data; a part may be a mapping or one of the recipe's models.
-        settings: values by their Python names; names that are not in `KEYS` are ignored.
+    A part of the data may be a mapping or one of the recipe's models. Other names are ignored.
 
     Raises:
         RecipeError: a setting names an unknown expert, or a form is unknown.

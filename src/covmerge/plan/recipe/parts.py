@@ -27,9 +27,7 @@ _OPEN, _CLOSED = "([{", ")]}"
 def read_call(text: str, beside: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
     """Return the name and the parameters of a call; values are YAML, as in a recipe.
 
-    Args:
-        text: the call, such as "ties(density=0.3)".
-        beside: parameters that are given elsewhere.
+    The parameters in `beside` were given elsewhere.
 
     Raises:
         RecipeError: the text is not a call, or a parameter is given twice.

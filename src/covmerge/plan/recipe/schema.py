@@ -68,9 +68,8 @@ def _written(source: Any) -> Any:
             f"it is a {type(source).__name__} in memory, and a recipe names files: save it "
             "(`model.save_pretrained(FOLDER)`), and name that folder"
         )
-    return (
-        os.fspath(cast("os.PathLike[str]", source)) if isinstance(source, os.PathLike) else source
-    )
+    path = cast("os.PathLike[str]", source)
+    return os.fspath(path) if isinstance(source, os.PathLike) else source
 
 
 def _check_json(value: object, path: str) -> None:
@@ -146,10 +145,6 @@ def _layers(layers: tuple[int, int]) -> tuple[int, int]:
     if layers[0] >= layers[1]:
         raise ValueError(f"{list(layers)} has no layers; write [first, end), such as [0, 8]")
     return layers
-
-
-def _faults(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(fault_name, names))
 
 
 def _step(entry: Any) -> Any:
@@ -519,10 +514,7 @@ def output_as(form: str | None) -> dict[str, str]:
 
 def _short_expert_form(schema: dict[str, Any]) -> None:
     """Change the schema so that editors accept `name: source` beside `name: {source: ..., weight: ...}`."""
-    schema["propertyNames"] = {
-        "pattern": f"^{EXPERT_NAME}$",
-        "maxLength": EXPERT_NAME_LENGTH,
-    }
+    schema["propertyNames"] = {"pattern": f"^{EXPERT_NAME}$", "maxLength": EXPERT_NAME_LENGTH}
     schema["additionalProperties"] = {
         "anyOf": [{"type": "string", "minLength": 1}, schema["additionalProperties"]]
     }
@@ -597,7 +589,9 @@ class Recipe(StrictModel):
     dtype: Literal["float32", "float64"] = Field(
         default="float32", description="Dtype of the computation."
     )
-    allow: Annotated[tuple[str, ...], AfterValidator(_faults)] = Field(
+    allow: Annotated[
+        tuple[str, ...], AfterValidator(lambda names: tuple(map(fault_name, names)))
+    ] = Field(
         default=(),
         json_schema_extra={"items": {"enum": list(FAULTS)}},
         description="Faults of the experts that would stop the merge before anything is written, "
@@ -640,7 +634,8 @@ class Recipe(StrictModel):
             raise ValueError(
                 f"the slices have {layers} layers together, and no model has more than {_MOST_LAYERS}"
             )
-        unused = [name for name in self.experts if self.slices and not self._in_a_slice(name)]
+        used = {name for piece in self.slices for name in piece.experts}
+        unused = [name for name in self.experts if self.slices and name not in used]
         if unused:
             raise ValueError(
                 f"the expert '{unused[0]}' is in no slice: remove it, or give it layers"
@@ -685,9 +680,6 @@ class Recipe(StrictModel):
                     "leave out one of them"
                 )
         return self
-
-    def _in_a_slice(self, expert: str) -> bool:
-        return any(expert in piece.experts for piece in self.slices)
 
 
 class WithRun(BaseModel):

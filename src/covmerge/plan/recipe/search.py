@@ -27,9 +27,8 @@ from covmerge.plan.recipe.schema import Recipe
 from covmerge.plan.recipe.strict_yaml import KeyPath, Origin
 from covmerge.plan.recipe.varied import is_number
 
-_NEARLY_NONE = (
-    1e-6  # of a range's upper end; replaces a weight of 0, which would leave the expert out
-)
+# Share of a range's upper end that replaces a weight of 0, which would leave the expert out.
+_NEARLY_NONE = 1e-6
 _MOST = 500  # the most marks in a recipe
 
 Value = bool | int | float | str
@@ -37,49 +36,31 @@ Value = bool | int | float | str
 
 @dataclass(frozen=True)
 class Mark:
-    """A marked value of a recipe, and the values that a search may choose.
+    """A marked value of a recipe, and the values that a search may choose."""
 
-    Attributes:
-        place: its keys.
-        low: lower end of a range, inclusive.
-        high: upper end of a range, inclusive; equal to `low` if there are choices.
-        log: whether the logarithm is searched.
-        whole: whether only integers are searched.
-        choices: the choices, instead of a range.
-    """
-
-    place: KeyPath
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    whole: bool = False
-    choices: tuple[Value, ...] = ()
+    place: KeyPath  # its keys
+    low: float = 0.0  # lower end of a range, inclusive
+    high: float = 0.0  # upper end of a range, inclusive; equal to `low` if there are choices
+    log: bool = False  # whether the logarithm is searched
+    whole: bool = False  # whether only integers are searched
+    choices: tuple[Value, ...] = ()  # the choices, instead of a range
 
     @property
     def name(self) -> str:
-        """The mark's keys in the usual notation."""
         return key_path(self.place)
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """The ends of the range, or all choices."""
         return self.choices or (self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A recipe with some values for a search to choose.
+    """A recipe with some values for a search to choose."""
 
-    Attributes:
-        data: content of its file.
-        origin: its name, and the lines of its keys.
-        folder: folder that relative paths start from; None: they are not changed.
-        notes: notes for the reader.
-    """
-
-    data: Mapping[str, Any]
-    origin: Origin
-    folder: Path | None = None
+    data: Mapping[str, Any]  # content of its file
+    origin: Origin  # its name, and the lines of its keys
+    folder: Path | None = None  # folder that relative paths start from; None: they are not changed
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -145,7 +126,6 @@ class Template:
         return recipe_of(self.filled(chosen), self.origin, self.folder)
 
     def filled(self, chosen: Mapping[str, Value]) -> dict[str, Any]:
-        """Return the content of a file with the chosen values."""
         data = deepcopy(dict(self.data))
         for mark in self.marks:
             *around, last = mark.place
@@ -189,7 +169,6 @@ class Template:
             raise RecipeError(f"{self.origin.where(place)}: {key_path(place)}: {error}") from None
 
     def _takes_integers(self, place: KeyPath) -> bool:
-        """Return whether the value at a place is declared as an integer."""
         parameter = _parameter_of(place)
         if parameter is None:
             return False
@@ -227,15 +206,13 @@ def _mark_of(place: KeyPath, given: object, *, whole: bool) -> Mark:
             raise ValueError(f"search is {shown(given)}: the parameter takes integers")
         return Mark(place, low, high, log, whole)
     kinds = {str if isinstance(v, str) else bool if isinstance(v, bool) else float for v in values}
-    if (
-        len(values) < 2
-        or len(kinds) > 1
-        or not all(isinstance(v, bool | int | float | str) for v in values)
-    ):
+    of_one_kind = len(kinds) == 1 and all(isinstance(v, bool | int | float | str) for v in values)
+    misplaced = place[-1] != "method" and kinds == {str} and "log" in values
+    if len(values) < 2 or not of_one_kind:
         raise ValueError(f"search is {shown(given)}; {FORMS}")
     if len(set(values)) < len(values):
         raise ValueError(f"search is {shown(given)}: a choice stands there twice")
-    if place[-1] != "method" and kinds == {str} and "log" in values:
+    if misplaced:
         raise ValueError(f"search is {shown(given)}; {FORMS}")
     return Mark(place, choices=tuple(cast("Sequence[Value]", values)))
 

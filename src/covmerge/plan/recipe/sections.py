@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from covmerge.base.errors import RecipeError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.text import shown
-from covmerge.files.checkpoints.trainer import SavedStep, Window, last_steps
+from covmerge.files.checkpoints.trainer import Window, last_steps
 from covmerge.plan.moe.architectures import ARCHITECTURES, FORMLESS
 from covmerge.plan.recipe.parts import StrictModel
 
@@ -95,7 +95,6 @@ class Mixture(StrictModel):
 
     @property
     def prompted(self) -> bool:
-        """Whether routers are made of prompts."""
         return self.gates in _PROMPTED
 
     def routed(self, experts: Iterable[str]) -> list[str]:
@@ -103,12 +102,7 @@ class Mixture(StrictModel):
         return [name for name in experts if self.shared is None or name != self.shared.expert]
 
     def check(self, experts: Mapping[str, Any]) -> None:
-        """Raise if the section does not fit the experts of the recipe.
-
-        Raises:
-            ValueError: there are too few experts, or prompts are missing, alike, or for unknown
-                experts.
-        """
+        """Raise if the section does not fit the experts of the recipe."""
         named = {"prompts": [*self.prompts], "residual_scale": [*self.residual_scale]}
         if self.shared is not None:
             named["shared"] = [self.shared.expert]
@@ -183,9 +177,6 @@ _THOUSANDS = {"K": 3, "M": 6, "B": 9, "T": 12}
 
 def _tokens(given: str | int) -> int:
     """Return the number of tokens in a text such as `1.5B`.
-
-    Raises:
-        ValueError: the text is no number of tokens.
 
     Example:
         >>> _tokens("1.5B"), _tokens(4096)
@@ -280,9 +271,6 @@ class Run(StrictModel):
         arXiv:2507.17634). Departs from the paper: x_k depends on steps, (s_(k+1) − s_1) / (s_n −
         s_1) · (n − 1) / n, which is k / n if the steps are evenly spaced.
 
-        Raises:
-            RecipeError: a checkpoint would have the weight 0.
-
         Example:
             >>> Run(folder="r", weights="ema", decay=0.5).shares([500, 1000, 1500])
             [0.25, 0.5, 1.0]
@@ -314,20 +302,10 @@ def _places(steps: list[int]) -> list[float]:
 def compile_run(
     data: Mapping[str, Any], run: Run, beside: Path, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the recipe that averages the last checkpoints of a run.
+    """Return the recipe that averages the last checkpoints of a run; notes are added to the list.
 
     Full models are averaged directly (`linear`), which needs no base. For adapters the updates are
     averaged (`average`), so that the mean of the products BA is exact.
-
-    Args:
-        data: the recipe with `run`.
-        run: the content of `run`.
-        beside: the folder that its relative folder starts from.
-        notes: notes for the reader are added to this list.
-
-    Raises:
-        CheckpointError: there are too few checkpoints, or one of them is incomplete.
-        RecipeError: a checkpoint would have the weight 0.
     """
     found = last_steps(run.folder, run.window, beside)
     shares = run.shares([saved.step for saved in found])
@@ -340,14 +318,13 @@ def compile_run(
         "method": "average" if all(saved.is_adapter for saved in found) else "linear",
         **{key: value for key, value in data.items() if key != RUN},
         "experts": {
-            saved.folder.name: {"source": _source(run, saved), "weight": share}
+            (name := saved.folder.name): {
+                "source": f"{run.folder.rstrip('/')}/{name}",
+                "weight": share,
+            }
             for saved, share in zip(found, shares, strict=True)
         },
     }
-
-
-def _source(run: Run, saved: SavedStep) -> str:
-    return f"{run.folder.rstrip('/')}/{saved.folder.name}"
 
 
 # The output's vocabulary and chat template in a recipe.
@@ -364,9 +341,7 @@ _MOST_ROWS = 1 << 24
 class TokenRow(StrictModel):
     """Whose row of the embedding a token gets."""
 
-    of: _MODEL = Field(
-        description="An expert, `base`, or `zero`: the row is then 0.",
-    )
+    of: _MODEL = Field(description="An expert, `base`, or `zero`: the row is then 0.")
     token: str | None = Field(
         default=None,
         min_length=1,

@@ -23,11 +23,7 @@ SEARCH_SCHEMA: dict[str, Any] = {
     "description": "A value that `covmerge search` chooses.",
     "type": "object",
     "properties": {
-        SEARCH: {
-            "type": "array",
-            "minItems": 2,
-            "items": {"type": ["number", "string", "boolean"]},
-        }
+        SEARCH: {"type": "array", "minItems": 2, "items": {"type": ["number", "string", "boolean"]}}
     },
     "required": [SEARCH],
     "additionalProperties": False,
@@ -73,7 +69,6 @@ class Unsaid:
     """The absence of a value for a tensor: no entry of `by_name` matches it."""
 
     def __repr__(self) -> str:
-        """Return the text for messages."""
         return "nothing"
 
 
@@ -93,11 +88,7 @@ def is_varied(value: object) -> bool:
 
 
 def check_varied(value: object, check: Callable[[object], None] = lambda value: None) -> None:
-    """Check the form of a value that may differ from tensor to tensor, and every value it can give.
-
-    Args:
-        value: any value of a recipe.
-        check: called with each value; raises ValueError for one that is not allowed.
+    """Check the form of a value that may differ from tensor to tensor; `check` is called with each value.
 
     Raises:
         ValueError: the form is invalid.
@@ -119,10 +110,7 @@ def check_varied(value: object, check: Callable[[object], None] = lambda value: 
 def value_at(value: object, name: str, depth: float) -> Any:
     """Return the value for one tensor, or `UNSAID` if there is none.
 
-    Args:
-        value: the value in the recipe.
-        name: name of the tensor.
-        depth: depth of its layer, from 0 to 1; 0 outside all layers.
+    The depth of its layer is from 0 to 1, and 0 outside all layers.
 
     Example:
         >>> value_at({"by_depth": [0, 1, 0.5]}, "h.3.fc", 0.75)
@@ -195,19 +183,20 @@ def _between(points: Sequence[float], depth: float) -> float:
 
 def _check_form(form: Mapping[str, Any], check: Callable[[object], None]) -> None:
     if len(form) > 1:
-        raise ValueError(f"{shown(dict(form))} has the keys {', '.join(form)}; {_one_form()}")
+        raise ValueError(
+            f"{shown(dict(form))} has the keys {', '.join(form)}; write {{{BY_DEPTH}: [...]}} or "
+            f"{{{BY_NAME}: [...]}}"
+        )
     if BY_DEPTH in form:
-        points: object = form[BY_DEPTH]
-        if (
-            not isinstance(points, list | tuple)
-            or not points
-            or not _of_one_kind(cast("Sequence[object]", points))
-        ):
+        given: object = form[BY_DEPTH]
+        points = cast("Sequence[object]", given) if isinstance(given, list | tuple) else ()
+        switches = all(isinstance(point, bool) for point in points)
+        if not points or not (switches or all(map(is_number, points))):
             raise ValueError(
-                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, first layer to "
-                "last, or truth values"
+                f"{BY_DEPTH} is {_shown(form[BY_DEPTH])}; it is a list of numbers, first layer to last, or "
+                "truth values"
             )
-        for point in cast("Sequence[object]", points):
+        for point in points:
             check(point)
         return
     entries: object = form[BY_NAME]
@@ -249,14 +238,6 @@ def _shown(value: object) -> str:
     if not isinstance(value, list | tuple):
         return shown(value)
     return f"[{some(map(shown, cast('Sequence[object]', value)))}]"
-
-
-def _one_form() -> str:
-    return f"write {{{BY_DEPTH}: [...]}} or {{{BY_NAME}: [...]}}"
-
-
-def _of_one_kind(points: Sequence[object]) -> bool:
-    return all(map(is_number, points)) or all(isinstance(point, bool) for point in points)
 
 
 def is_number(value: object) -> bool:

@@ -8,10 +8,12 @@ to the next, and each weight is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Semaphore, Thread, current_thread
+from queue import SimpleQueue
+from threading import Thread, current_thread
 from typing import Any
 
 import torch
@@ -49,16 +51,11 @@ def in_lockstep(
     visiting: Callable[[int], AbstractContextManager[object]],
     going_on: Callable[[int, int | None], AbstractContextManager[object]],
 ) -> Generator[int]:
-    """Execute runs that all call given modules; yield a module's place when all runs have passed it.
+    """Execute runs, each in a thread, that all call given modules; yield a module once all runs passed it.
 
-    Args:
-        runs: the functions to execute, each in its own thread.
-        modules: the modules that all runs go through together. Modules that they call themselves
-            belong to them.
-        visiting: context manager, called with the place of a module, entered while the runs go
-            through it.
-        going_on: context manager, called with the places of a run and of its module (None before
-            the first), entered while that run goes through the module and on to the next.
+    Modules that they call themselves belong to them. `visiting` is entered with a module while the runs
+    go through it, and `going_on` with a run and its module (None before the first) while that run goes
+    through the module and on to the next. Runs and modules are given by their places.
 
     Raises:
         Exception: the error of the first run that fails; the other runs end.
@@ -82,16 +79,14 @@ def in_lockstep(
             for number, thread in enumerate(threads):
                 with going_on(number, None):
                     thread.resume(lambda: None)
-            while waiting := [number for number, thread in enumerate(threads) if thread.call]:
-                call = threads[waiting[0]].call
-                assert call is not None
-                with visiting(call.module):
-                    for number in waiting:
-                        pending = threads[number].call
-                        if pending is not None and pending.module == call.module:
-                            with going_on(number, call.module):
-                                threads[number].resume(_done(pending))
-                yield call.module
+            while calls := {n: call for n, t in enumerate(threads) if (call := t.call)}:
+                module = next(iter(calls.values())).module
+                with visiting(module):
+                    for number, call in calls.items():
+                        if call.module == module:
+                            with going_on(number, module):
+                                threads[number].resume(_done(call))
+                yield module
     finally:
         for thread in threads:
             thread.end()
@@ -107,16 +102,12 @@ class _Call:
 
 def _done(call: _Call) -> _Answer:
     """Execute a call in this thread; return a function that gives its value, or raises its error."""
+    done: Future[Any] = Future()
     try:
-        value = call.forward()
+        done.set_result(call.forward())
     except Exception as error:
-        failed = error
-
-        def fail() -> Any:
-            raise failed
-
-        return fail
-    return lambda: value
+        done.set_exception(error)
+    return done.result
 
 
 @contextmanager
@@ -147,61 +138,48 @@ class _Ended(BaseException):
 
 
 class _Run(Thread):
-    """A run in a thread that works only while `resume` waits for it.
-
-    Attributes:
-        call: the call that the run waits for; None: it has not begun, or has ended.
-    """
+    """A run in a thread that works only while `resume` waits for it."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)
-        self.call: _Call | None = None
+        self.call: _Call | None = None  # that it waits for; None: it has not begun, or has ended
         self._work = work
-        self._answer: _Answer = lambda: None
-        self._error: BaseException | None = None
-        self._ended = False
-        self._may, self._halted = Semaphore(0), Semaphore(0)
+        self._answers: SimpleQueue[_Answer] = SimpleQueue()
+        self._halts: SimpleQueue[_Call | BaseException | None] = SimpleQueue()
         start(self)
 
     def resume(self, answer: _Answer) -> None:
-        """Continue the run with the answer to its call, until it stops again.
-
-        Raises:
-            Exception: the error that the run has raised.
-        """
-        self._answer = answer
-        self._may.release()
-        self._halted.acquire()
-        if self._error is not None:
-            raise self._error
+        """Continue the run with the answer to its call, until it stops again."""
+        self._answers.put(answer)
+        halt = self._halts.get()
+        self.call = halt if isinstance(halt, _Call) else None
+        if isinstance(halt, BaseException):
+            raise halt
 
     def wait_for(self, call: _Call) -> Any:
         """Stop the run, called in its own thread, and return the value of the call once resumed."""
-        self.call = call
-        self._halted.release()
-        self._may.acquire()
-        self.call = None
-        if self._ended:
-            raise _Ended
-        return self._answer()
+        self._halts.put(call)
+        return self._answers.get()()
 
     def end(self) -> None:
         """End the run, if it has not ended yet."""
-        self._ended = True
-        self._may.release()
+        self._answers.put(_end)
         self.join()
 
     def run(self) -> None:
-        """Do the work of the thread."""
-        self._may.acquire()
+        halt = None
         try:
-            if not self._ended:
-                self._work()
+            self._answers.get()()
+            self._work()
         except _Ended:
             pass
         except BaseException as error:
-            self._error = error
-        self._halted.release()
+            halt = error
+        self._halts.put(halt)
+
+
+def _end() -> None:
+    raise _Ended
 
 
 _MOST_BATCHES = 1000  # each one waits in a thread
@@ -225,7 +203,6 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """Number of blocks."""
         return len(self._blocks)
 
     def run(
@@ -236,10 +213,8 @@ class Blocks:
     ) -> Generator[Sequence[ObservedLayer]]:
         """Run all batches through all blocks; yield the layers of each block once all batches are through.
 
-        Args:
-            batches: the batches, on the CPU.
-            watching: context manager, entered with a batch and the layers that it may reach.
-            passed: called with each batch after every block, and before the first.
+        `watching` is entered with a batch and the layers that it may reach. `passed` is called with each
+        batch after every block, and before the first.
         """
         if len(batches) > _MOST_BATCHES:
             raise InputError(

@@ -25,7 +25,6 @@ from covmerge.plan.statistics.generated import Generated
 from covmerge.plan.statistics.gram import FisherCollector, GramCollector, Labels
 from covmerge.plan.statistics.model import ObservedLayer, RunningModel, check_start, load_model
 from covmerge.plan.statistics.needed import (
-    begin,
     check_memory,
     fits,
     memory_by_block,
@@ -41,7 +40,7 @@ from covmerge.plan.statistics.write import (
     files_in,
     write_statistics,
 )
-from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written
+from covmerge.plan.statistics.written import BEGUN, WRITTEN_AT_ONCE, Written, begun_by
 
 _NOTHING = "there is no example: pass one batch or more"
 
@@ -55,13 +54,9 @@ class Progress(Protocol):
         """Begin; `total` is the number of examples to come, or None if it is unknown."""
         ...
 
-    def advance(self, count: int) -> None:
-        """Count examples that have gone through the model."""
-        ...
+    def advance(self, count: int) -> None: ...
 
-    def finish(self) -> None:
-        """End, after success or an error."""
-        ...
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,12 @@ def collect(
     start = time.perf_counter()
     out = local_path(out).expanduser()
     chosen = _checked_kinds(kinds)
-    source = _checked_labels(labels)
-    generated = isinstance(examples, Generated)
-    if generated:
-        check_generated(reading)
+    if labels not in get_args(Labels):
+        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
+    source = cast("Labels", labels)
+    generated = examples if isinstance(examples, Generated) else None
+    if generated is not None:
+        _check_generated(reading)
         if source == "data":
             raise InputError(f"what is generated has no labels: pass {Hint('labels', 'model')}")
     if source == "data" and "fisher" not in chosen:
@@ -155,8 +152,7 @@ def collect(
             f"{Hint('labels', 'data')} is for Fisher information, and none is asked for: leave it out, "
             f"or pass {Hint('kinds', 'fisher')}"
         )
-    begins = isinstance(examples, Generated) and examples.start == "base"
-    _check_base(base, begins=begins)
+    _check_base(base, begins=generated is not None and generated.start == "base")
     check_output(out, overwrite=overwrite)
     how = Reading(**reading)
     with ExitStack() as opened:
@@ -164,21 +160,18 @@ def collect(
         def opening(source: str | Path) -> Checkpoint:
             return opened.enter_context(closing(open_checkpoint(source)))
 
-        opened_expert = opening(expert) if isinstance(expert, str | Path) else expert
-        writing = False
-        if isinstance(examples, Generated):
-            writing = check_start(opened_expert, examples, how)
+        expert = opening(expert) if isinstance(expert, str | Path) else expert
+        writing = generated is not None and check_start(expert, generated, how)
         if chosen == ("gram",) and not writing:
-            whole = fits(memory_needed(opened_expert), max_memory)
-            drawn = isinstance(examples, Generated)
-            if not whole or (drawn and examples.start == "random"):
-                needed = memory_by_block(opened_expert, how.wanted if drawn else 0)
+            whole = fits(memory_needed(expert), max_memory)
+            if not whole or (generated is not None and generated.start == "random"):
+                needed = memory_by_block(expert, 0 if generated is None else how.wanted)
                 check_memory(
-                    needed, max_memory, f"a block of {opened_expert.source} and its sums", SMALLER
+                    needed, max_memory, f"a block of {expert.source} and its sums", SMALLER
                 )
                 try:
                     about = _block_by_block(
-                        opened_expert,
+                        expert,
                         examples,
                         how,
                         out,
@@ -193,29 +186,28 @@ def collect(
                 except InputError:  # as for models that change weights
                     if not whole:
                         raise
-        needed = memory_needed(opened_expert, grams="gram" in chosen, fisher="fisher" in chosen)
-        check_memory(needed, max_memory, f"{opened_expert.source} and its sums", SMALLER)
-        smaller: list[str] = []
-        if writing and isinstance(examples, Generated):
-            how, smaller = fitting(opened_expert, examples, how, needed, max_memory)
-        if base is not None and isinstance(examples, Generated):
+        needed = memory_needed(expert, grams="gram" in chosen, fisher="fisher" in chosen)
+        check_memory(needed, max_memory, f"{expert.source} and its sums", SMALLER)
+        notes: list[str] = []
+        if generated is not None and writing:
+            how, notes = fitting(expert, generated, how, needed, max_memory)
+        if generated is not None and base is not None:
             opened_base = opening(base)
             needed = memory_needed(opened_base, grams=False)
             check_memory(needed, max_memory, f"{opened_base.source} and what it writes", SMALLER)
             with reported(progress, how.wanted) as advance:
-                examples = begin(opened_base, examples, how, device, advance)
-        model = load_model(opened_expert, device, head="fisher" in chosen, writing=generated)
-        on_ends = _on_ends(model, examples, how) if isinstance(examples, Generated) else []
+                examples = generated = _begun(opened_base, generated, how, device, advance)
+        model = load_model(expert, device, head="fisher" in chosen, writing=generated is not None)
+        made = None if generated is None else generated.made_for(model.whole, expert.source)
+        if isinstance(made, Written):
+            notes += made.notes(model, how)
         grams = GramCollector(_layers(model)) if "gram" in chosen else None
         fisher = FisherCollector(model, labels=source, seed=seed) if "fisher" in chosen else None
         batches, total = model.batches(examples, how, labels=source == "data")
         with reported(progress, total) as advance:
-            count = _run(model, batches, advance, grams, fisher)
-        found = _contents(model, count, grams, fisher)
-        if isinstance(examples, Generated):
-            made = examples.made_for(model.whole, model.checkpoint.source)
-            shared = _on_shared(examples, made.shared, chosen)
-            notes = [*found.notes, *smaller, *on_ends, *shared]
+            found = _observed(model, batches, advance, grams, fisher)
+        if generated is not None and made is not None:
+            notes = [*found.notes, *notes, *_on_shared(generated, made.shared, chosen)]
             found = replace(found, generated=made.as_json(how), notes=notes)
         about = write_statistics({out: found}, overwrite=overwrite)[out]
     return collected(out, about, time.perf_counter() - start)
@@ -232,10 +224,7 @@ def _block_by_block(
     *,
     overwrite: bool,
 ) -> About:
-    """Collect Gram matrices, and write a block's matrices once all inputs have gone through the block.
-
-    One block at a time is in memory, together with all inputs.
-    """
+    """Collect Gram matrices with one block and all inputs in memory; write a block's when it is through."""
     blocks = Blocks(expert, device)
     model = blocks.model
     layers = _layers(model)
@@ -263,8 +252,21 @@ def _block_by_block(
         for complete in blocks.run(batches, grams.watching, lambda b: advance(size_of(b))):
             for statistic in grams.take(complete):
                 file.add("gram", statistic)
-        notes = [*grams.notes(), *packed_note(model), *notes]
-        return file.finish(count, generated=generated, notes=notes)
+        notes = [*grams.notes(), *_packed_note(model), *notes]
+        return file.finish(Contents(expert, {}, count, generated=generated, notes=notes))
+
+
+def _begun(
+    base: Checkpoint,
+    generated: Generated,
+    how: Reading,
+    device: str | torch.device,
+    advance: Callable[[int], None],
+) -> Generated:
+    """Return the inputs with beginnings that the base wrote, at the same temperature and seed."""
+    model = load_model(base, device, head=False, writing=True)
+    begun = begun_by(model, generated.temperature or 1.0, generated.seed, how, advance)
+    return replace(generated, begun=begun)
 
 
 def _layers(model: RunningModel) -> list[ObservedLayer]:
@@ -277,14 +279,7 @@ def _layers(model: RunningModel) -> list[ObservedLayer]:
     return layers
 
 
-def _on_ends(model: RunningModel, generated: Generated, how: Reading) -> list[str]:
-    """Return notes on the ends of texts, before the model writes any."""
-    made = generated.made_for(model.whole, model.checkpoint.source)
-    return made.notes(model, how) if isinstance(made, Written) else []
-
-
 def _on_shared(examples: Generated, shared: bool, kinds: Sequence[Kind]) -> tuple[str, ...]:
-    """Return a note on Gram matrices of inputs that all models share."""
     if not shared or "gram" not in kinds:
         return ()
     models = "models" if examples.start == "random" else "experts"
@@ -315,12 +310,11 @@ def collected(path: Path, about: About, seconds: float) -> Collected:
 
 
 def _checked_kinds(kinds: Sequence[str]) -> tuple[Kind, ...]:
+    known = get_args(Kind)
     for kind in kinds:
-        if kind not in get_args(Kind):
-            raise InputError(
-                f"there is no statistic '{kind}'." + did_you_mean(kind, get_args(Kind))
-            )
-    chosen = tuple(kind for kind in get_args(Kind) if kind in kinds)
+        if kind not in known:
+            raise InputError(f"there is no statistic '{kind}'.{did_you_mean(kind, known)}")
+    chosen = tuple(kind for kind in known if kind in kinds)
     if not chosen:
         raise InputError("no kind of statistics is asked for: pass gram, fisher or both")
     return chosen
@@ -339,13 +333,7 @@ def reported(progress: Progress | None, total: int | None) -> Generator[Callable
         progress.finish()
 
 
-def _checked_labels(labels: str) -> Labels:
-    if labels not in get_args(Labels):
-        raise InputError(f"labels are those of the model or of the data, not of '{labels}'")
-    return cast("Labels", labels)
-
-
-def check_generated(reading: ReadingOptions) -> None:
+def _check_generated(reading: ReadingOptions) -> None:
     """Raise if options for a file of examples are given, instead of ignoring them."""
     for name in ("text_column", "pair_column", "label_column"):
         if name in reading:
@@ -358,28 +346,20 @@ def check_generated(reading: ReadingOptions) -> None:
 def fitting(
     model: Checkpoint, generated: Generated, how: Reading, needed: int, max_memory: int | None
 ) -> tuple[Reading, list[str]]:
-    """Return how many texts fit into memory at once, with a note for the user.
+    """Return how many texts a model writes at once to fit the memory, with a note for the user.
 
-    Args:
-        model: the language model that writes the texts.
-        generated: options of the texts.
-        how: options with the number of texts, if it is given.
-        needed: bytes of the model and its sums.
-        max_memory: bytes that the process may use; None: what is free.
+    `needed` are the bytes of the model and its sums.
     """
     turns = 2 if generated.start == "user" else 1
-    tokens = turns * (generated.tokens or Written.tokens) + (
-        BEGUN if generated.start == "base" else 0
-    )
+    begun = BEGUN if generated.start == "base" else 0
+    tokens = turns * (generated.tokens or Written.tokens) + begun
     wanted = min(how.batch_size or WRITTEN_AT_ONCE, how.wanted)
     most = texts_at_once(model.config or {}, tokens, needed, max_memory, wanted)
     if most < wanted and (how.batch_size or not most):
-        otherwise = (
-            f"pass {Hint('batch_size', most)}, or fewer {Hint('tokens')}" if most else SMALLER
-        )
+        fewer = f"pass {Hint('batch_size', most)}, or fewer {Hint('tokens')}"
         raise ResourceError(
             f"{model.source} and {wanted} texts that it writes at once do not fit the memory: "
-            f"{otherwise}"
+            + (fewer if most else SMALLER)
         )
     note = f"{most} texts were written at once, and not {wanted}, to fit the memory"
     return replace(how, batch_size=most), [note] if most < wanted else []
@@ -396,14 +376,14 @@ def _check_base(base: str | Path | None, *, begins: bool) -> None:
         )
 
 
-def _run(
+def _observed(
     model: RunningModel,
     batches: Iterable[Batch],
     advance: Callable[[int], None],
     grams: GramCollector | None,
     fisher: FisherCollector | None,
-) -> int:
-    """Pass every batch to the collectors; return the number of examples."""
+) -> Contents:
+    """Pass every batch to the collectors; return what they have collected."""
     count = 0
     for batch in batches:
         if grams is not None:
@@ -415,17 +395,11 @@ def _run(
         advance(size_of(batch))
     if not count:
         raise InputError(_NOTHING)
-    return count
-
-
-def _contents(
-    model: RunningModel, count: int, grams: GramCollector | None, fisher: FisherCollector | None
-) -> Contents:
     statistics: dict[Kind, list[Statistic]] = {}
     notes: list[str] = []
     if grams is not None:
         statistics["gram"] = grams.statistics()
-        notes += grams.notes() + packed_note(model)
+        notes += grams.notes() + _packed_note(model)
     if fisher is not None:
         statistics["fisher"] = fisher.statistics()
         notes += fisher.notes()
@@ -433,8 +407,7 @@ def _contents(
     return Contents(model.checkpoint, statistics, count, labels=labels, notes=notes)
 
 
-def packed_note(model: RunningModel) -> list[str]:
-    """Return a note on linear layers that cannot be watched."""
+def _packed_note(model: RunningModel) -> list[str]:
     packed = model.packed_layers()
     why = "packed with others in the model, so without a Gram matrix"
     return [f"{some(packed, 1, quoted=True)}: {why}"] if packed else []

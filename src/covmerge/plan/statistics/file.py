@@ -8,7 +8,7 @@ tensor, all float32. Layers with the same input share one matrix. `__metadata__`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +20,7 @@ from torch import Tensor
 from covmerge.base.errors import InputError, did_you_mean
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.header import (
-    SafetensorsFile,
-    parse_metadata,
-)
+from covmerge.files.checkpoints.header import SafetensorsFile, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
@@ -81,38 +78,27 @@ class StatisticsFile:
     Attributes:
         path: the file.
         about: the facts in its metadata.
-        source: its path, or a word instead if the merge itself made the file; then its path does
-            not matter.
-
-    Raises (by `open`):
-        InputError: the file is missing, malformed, or no statistics file.
     """
 
-    def __init__(
-        self, path: Path, file: SafetensorsFile, about: About, metadata: bytes, made_by: str | None
-    ) -> None:
+    def __init__(self, path: Path, file: SafetensorsFile, about: About, metadata: bytes) -> None:
         self.path = path
-        self.source = str(path) if made_by is None else made_by
-        self._made = made_by is not None
-        self._again = "delete it, and the next merge makes it again" if self._made else _AGAIN
         self.about = about
         self._file = file
         self._metadata = metadata
 
     @classmethod
-    def open(cls, path: str | Path, *, made_by: str | None = None) -> StatisticsFile:
+    def open(cls, path: str | Path) -> StatisticsFile:
         """Open a file; only its header is read.
 
-        Args:
-            path: path of the file.
-            made_by: the word that asked for the file, if the merge itself made it.
+        Raises:
+            InputError: the file is missing, malformed, or no statistics file.
         """
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
         header = file.header_text()
         about = _about(parse_metadata(header, str(path)), path)
         _check_tensors(file.headers, about, path)
-        return cls(path, file, about, header, made_by)
+        return cls(path, file, about, header)
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return names of the tensors, as in the expert's checkpoint, that have this statistic."""
@@ -123,7 +109,6 @@ class StatisticsFile:
         return self.about.rows[self._key(kind, name)]
 
     def header(self, kind: str, name: str) -> TensorHeader:
-        """Return name, shape and dtype of a statistic."""
         stored = self._file.headers[self._stored(kind, name)]
         return TensorHeader(name, stored.shape, stored.dtype)
 
@@ -146,7 +131,7 @@ class StatisticsFile:
         if not all_finite(value) or (kind == "fisher" and bool((value < 0).any())):
             raise InputError(
                 f"{self.path}: the {kind} statistic of '{name}' holds values that are not finite or "
-                f"not positive: {self._again}"
+                f"not positive: {_AGAIN}"
             )
         return value
 
@@ -156,7 +141,7 @@ class StatisticsFile:
             raise InputError(
                 f"{self.path} was collected on {shorten(self.about.source)}, which has other weights "
                 f"than {what} ({checkpoint.source}): pass the statistics of this "
-                f"model, or {self._again}"
+                f"model, or {_AGAIN}"
             )
 
     def check_content(self) -> None:
@@ -172,25 +157,19 @@ class StatisticsFile:
 
     def identity(self) -> Json:
         """Return facts that identify the file's content, wherever the file is."""
-        # The metadata contains the hash of the tensors. A file that is made again may differ only
-        # in the name that the model had then.
-        header = hashlib.sha256(self._metadata).hexdigest()
-        fingerprint = {"content": self.about.content} if self._made else {"header": header}
-        fields = {"kind": "statistics", **fingerprint}
+        # The metadata contains the hash of the tensors.
+        fields = {"kind": "statistics", "header": hashlib.sha256(self._metadata).hexdigest()}
         written = self.about.generated
         return fields if written is None else {**fields, "generated": written}
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _key(self, kind: str, name: str) -> str:
         key = f"{kind}/{name}"
         if key not in self.about.rows:
-            raise InputError(
-                f"{self.path} holds no {kind} statistic of '{name}'."
-                + did_you_mean(name, self.names(kind))
-            )
+            near = did_you_mean(name, self.names(kind))
+            raise InputError(f"{self.path} holds no {kind} statistic of '{name}'.{near}")
         return key
 
     def _stored(self, kind: str, name: str) -> str:
@@ -253,25 +232,20 @@ def _check_tensors(headers: Mapping[str, TensorHeader], about: About, path: Path
     known = headers.keys() | about.aliases.keys()
     if known != about.rows.keys() or headers.keys() & about.aliases.keys():
         raise _damaged(path, "its tensors and its metadata do not agree")
-    for problem in _problems(headers, about):
-        raise _damaged(path, problem)
-
-
-def _problems(headers: Mapping[str, TensorHeader], about: About) -> Iterator[str]:
     for key in about.rows:
         if _of(key) not in about.totals:
-            yield f"{shorten(key)} is of no kind that it lists"
+            raise _damaged(path, f"{shorten(key)} is of no kind that it lists")
     for key, stored in about.aliases.items():
         if stored not in headers or _of(key) != "gram" or _of(stored) != "gram":
-            yield f"{shorten(key)} stands for {shorten(stored)}, which is no Gram matrix in it"
+            what = f"{shorten(key)} stands for {shorten(stored)}, which is no Gram matrix in it"
+            raise _damaged(path, what)
     for key, header in headers.items():
         square = len(header.shape) == 2 and header.shape[0] == header.shape[1]
         if header.dtype is not torch.float32 or (_of(key) == "gram" and not square):
-            yield f"{shorten(key)} is {header.dtype} of shape {list(header.shape)}"
+            raise _damaged(path, f"{shorten(key)} is {header.dtype} of shape {list(header.shape)}")
 
 
 def _of(key: str) -> str:
-    """Return the kind of statistic in a key."""
     return key.partition("/")[0]
 
 

@@ -35,21 +35,14 @@ _MARKS = re.compile(r"^(##|[Ġ▁])")  # marks of a word's continuation or begin
 
 @dataclass(frozen=True)
 class Sequences:
-    """Tokens drawn by their rank, between special tokens; a third of the texts has each of three lengths.
+    """Tokens drawn by their rank, between special tokens; a third of the texts has each length."""
 
-    Attributes:
-        seed: seed of the tokens.
-        lengths: numbers of tokens, each for a third of the texts.
-        shared: whether all experts get the same inputs.
-    """
-
-    shared: ClassVar[bool] = True
+    shared: ClassVar[bool] = True  # whether all experts get the same inputs
 
     seed: int = 0
-    lengths: tuple[int, ...] = LENGTHS
+    lengths: tuple[int, ...] = LENGTHS  # numbers of tokens, each for a third of the texts
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         return {
             "kind": f"tokens, p = 1 / (rank + {_OFFSET})",
             "lengths": ", ".join(map(str, self.lengths)),
@@ -57,11 +50,7 @@ class Sequences:
         }
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches with texts of one length each, so that nothing is padded.
-
-        Raises:
-            InputError: there is no tokenizer, it has no words, or texts have no room for any.
-        """
+        """Yield batches with texts of one length each, so that nothing is padded."""
         tokenizer, source = model.tokenizer(reading), model.checkpoint.source
         before, after = _around(tokenizer)
         words = _words(tokenizer, model.whole.get_input_embeddings().num_embeddings)
@@ -130,27 +119,17 @@ class Leaves:
     spectrum is that of natural pictures, about 1/f, and so are their edges, which noise with that
     spectrum lacks (Lee, Mumford and Huang 2001, §4; for what a network learns from such pictures
     see Baradad et al. 2021, §3).
-
-    Attributes:
-        seed: seed of the pictures.
-        shared: whether all experts get the same inputs.
     """
 
-    shared: ClassVar[bool] = True
+    shared: ClassVar[bool] = True  # whether all experts get the same inputs
 
     seed: int = 0
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         return {"kind": "dead leaves", "seed": self.seed}
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches of pictures `(batch, channels, height, width)`.
-
-        Raises:
-            InputError: the config does not state the size of pictures, or the settings that
-                normalise pixels are malformed.
-        """
+        """Yield batches of pictures `(batch, channels, height, width)`."""
         source, folder = model.checkpoint.source, model.checkpoint.folder
         if reading.tokenizer is not None or reading.max_length is not None:
             raise InputError(
@@ -192,7 +171,6 @@ def _picture(shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
 
 
 def _shape(config: Any, source: str) -> tuple[int, int, int]:
-    """Return channels, height and width of the model's inputs."""
     size: Any = getattr(config, "image_size", None)
     sides: list[Any] = [*size] if isinstance(size, list | tuple) else [size, size]
     shape = [getattr(config, "num_channels", 3), *sides]

@@ -56,11 +56,7 @@ class FisherCollector:
             parameter.requires_grad_(True)
 
     def add(self, batch: Batch) -> None:
-        """Add every example of a batch separately.
-
-        Raises:
-            InputError: the model returns no logits, or an example lacks a label that is needed.
-        """
+        """Add every example of a batch separately."""
         terms_of = self._data if self.labels == "data" else self._from_model
         for example in single(batch):
             with torch.enable_grad():
@@ -70,11 +66,9 @@ class FisherCollector:
             self._examples += 1
 
     def statistics(self) -> list[Statistic]:
-        """Return the statistics of each parameter of the backbone."""
         return [Statistic((name,), total, self._examples) for name, total in self._sums.items()]
 
     def notes(self) -> list[str]:
-        """Return a note on parameters without Fisher information."""
         packed = self._model.packed_parameters()
         if not packed:
             return []
@@ -202,10 +196,6 @@ class GramCollector:
     them: for inputs `(batch, sequence, d_in)` and `(batch · sequence, d_in)`. If inputs have
     weights, which differ between layers, every layer has a separate sum.
 
-    Args:
-        layers: the layers to watch.
-        weights: weights of the inputs; None: all count alike.
-
     Example:
         >>> layer = nn.Linear(2, 3)
         >>> grams = GramCollector([ObservedLayer("fc.weight", layer, 2)])
@@ -249,11 +239,7 @@ class GramCollector:
         return self._statistic((name,), total)
 
     def statistics(self, layers: Sequence[ObservedLayer] | None = None) -> list[Statistic]:
-        """Return the statistics of layers, in their order; layers with the same input have one together.
-
-        Args:
-            layers: the layers; None: all.
-        """
+        """Return the statistics of some or all layers; layers with the same input have one together."""
         groups: dict[str, list[str]] = {}
         for layer in self._layers if layers is None else layers:
             if self._rows(layer):
@@ -261,10 +247,7 @@ class GramCollector:
                 groups.setdefault(leader, []).append(layer.name)
                 if self._calls[layer.name] != self._calls[leader]:
                     raise _diverged(layer.name, leader)
-        found: list[Statistic] = []
-        for leader, names in groups.items():
-            found.append(self._statistic(tuple(names), self._sums[leader]))
-        return found
+        return [self._statistic(tuple(n), self._sums[leader]) for leader, n in groups.items()]
 
     def take(self, layers: Sequence[ObservedLayer]) -> Iterator[Statistic]:
         """Yield the statistics of layers that will not be called again, and release each sum's memory."""
@@ -277,7 +260,6 @@ class GramCollector:
                 total.let_go()
 
     def notes(self) -> list[str]:
-        """Return notes on layers with no inputs, or too few."""
         unseen = [layer.name for layer in self._layers if not self._rows(layer)]
         few = [layer for layer in self._layers if 0 < self._rows(layer) < layer.d_in]
         notes: list[str] = []
@@ -372,7 +354,6 @@ class _Sum:
         self._latest, self._version = weakref.ref(inputs), inputs._version
 
     def let_go(self) -> None:
-        """Release the memory of the sum."""
         self.value = self.value.new_empty(0)
 
     def saw(self, inputs: Tensor) -> bool:

@@ -92,40 +92,25 @@ INSTALL = "install it with: pip install 'covmerge[transformers]'"
 
 @dataclass(frozen=True)
 class ObservedLayer:
-    """A linear layer to observe.
+    """A linear layer to observe."""
 
-    Attributes:
-        name: name of its stored weight.
-        module: the module that has the weight.
-        d_in: size of its inputs.
-        transposed: whether the weight is stored as `(d_in, d_out)`.
-    """
-
-    name: str
-    module: nn.Module
-    d_in: int
-    transposed: bool = False
+    name: str  # name of its stored weight
+    module: nn.Module  # the module that has the weight
+    d_in: int  # size of its inputs
+    transposed: bool = False  # whether the weight is stored as `(d_in, d_out)`
 
 
 @dataclass(frozen=True)
 class RunningModel:
-    """A loaded expert.
-
-    Attributes:
-        checkpoint: the checkpoint with its weights.
-        skeleton: the parameter of each stored tensor.
-        whole: the model with its head, in evaluation mode.
-        backbone: the model without the head.
-    """
+    """A loaded expert."""
 
     checkpoint: Checkpoint
-    skeleton: Skeleton
-    whole: Any
-    backbone: Any
+    skeleton: Skeleton  # the parameter of each stored tensor
+    whole: Any  # the model with its head, in evaluation mode
+    backbone: Any  # the model without the head
 
     @property
     def device(self) -> torch.device:
-        """Device on which the model runs."""
         return self.whole.device
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -214,7 +199,6 @@ class RunningModel:
             raise InputError(f"{path}, {error}") from error
 
     def tokenizer(self, reading: Reading) -> Any:
-        """Return the tokenizer that is asked for, or the model's own one."""
         return _tokenizer(Path(reading.tokenizer or self.checkpoint.folder or ""))
 
     def run(self, batch: Batch, *, head: bool = False) -> Any:
@@ -301,7 +285,7 @@ def load_model(
         checkpoint: a folder, or a repository of the Hub.
         device: the device on which it runs.
         head: whether its head must be stored too.
-        writing: whether the head of a language model must be stored, because the model writes texts.
+        writing: whether that of a language model must be, because the model writes texts.
         by_block: whether weights in `unread` are placeholders, for `Blocks`.
         dtype: the dtype in which it runs.
         attention: transformers' name of the implementation of attention.
@@ -338,7 +322,9 @@ def load_model(
     backbone = getattr(model, skeleton.prefix or "", model)
     missing = sorted(name for name in missing if head or name not in skeleton.outside)
     pooler = getattr(backbone, "pooler", None)
-    if missing and not head and pooler is not None and missing == _under(pooler, model):
+    of_pooler = set[int]() if pooler is None else set(map(id, pooler.parameters()))
+    unpooled = sorted(n for n, value in model.named_parameters() if id(value) in of_pooler)
+    if missing and not head and missing == unpooled:
         # It was saved without a pooler (`add_pooling_layer=False`), which the config does not say.
         backbone.pooler, missing = None, []
     if missing:
@@ -355,12 +341,6 @@ def load_model(
     return RunningModel(checkpoint, skeleton, model, backbone)
 
 
-def _under(module: Any, model: Any) -> list[str]:
-    """Return the names that a module's parameters have in the model, sorted."""
-    ids = set(map(id, module.parameters()))
-    return sorted(name for name, value in model.named_parameters() if id(value) in ids)
-
-
 def _load(
     transformers: Any,
     skeleton: Skeleton,
@@ -372,8 +352,8 @@ def _load(
     """Return the model, with placeholders for `later`, and the names of parameters that are not stored."""
     model_class = getattr(transformers, skeleton.architecture)
     source, given = checkpoint.folder, dict[str, Any]()
-    as_read = checkpoint.quantisation is not None or not _holds_weights(checkpoint.folder)
-    if later or as_read:
+    loadable = source is not None and any((source / name).is_file() for name in PREFERRED)
+    if later or checkpoint.quantisation is not None or not loadable:
         config = model_class.config_class.from_dict(dict(checkpoint.config or {}))
         weights = {
             name: placeholder(header.shape) if name in later else checkpoint.read(name)
@@ -392,11 +372,6 @@ def _load(
         )
     found = cast("Mapping[str, Any]", info)
     return model, {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}
-
-
-def _holds_weights(folder: Path | None) -> bool:
-    """Return whether a folder has weights that transformers can load itself."""
-    return folder is not None and any((folder / name).is_file() for name in PREFERRED)
 
 
 def require_transformers(why: str = "collecting runs the model") -> Any:

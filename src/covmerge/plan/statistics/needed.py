@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import psutil
 import torch
 
-from covmerge.base.errors import InputError, ResourceError
+from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
-from covmerge.base.settings import Hint
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.tensors.describe import describe_checkpoint
 from covmerge.files.tensors.remembered import remembered_skeleton
 from covmerge.files.tensors.skeleton import SkeletonUnavailable
 from covmerge.files.tensors.views import matrix_shapes
-from covmerge.plan.statistics.examples import MADE, Batch, Reading, longest_text, size_of
-from covmerge.plan.statistics.generated import LONG, Generated
-from covmerge.plan.statistics.model import OUTSIDE, load_model, unread
-from covmerge.plan.statistics.written import (
-    BEGUN,
-    Begun,
-    Written,
-    ends_of,
-    rows_of,
-    words_of,
-    writes,
-)
+from covmerge.plan.statistics.examples import MADE, Batch, size_of
+from covmerge.plan.statistics.generated import LONG
+from covmerge.plan.statistics.model import OUTSIDE, unread
 
 _BESIDE = 512 * 2**20  # for transformers, and a batch on its way through the model
 _SUM = torch.float64.itemsize
@@ -39,53 +29,41 @@ _HELD = 4  # tensors of the size of a batch's hidden states that are held while 
 _AROUND = 8  # tokens at most, before a text and after it
 _TEMPLATE = 64  # tokens of a usual chat template
 _LOGITS = 3  # as returned, as changed for sampling, as probabilities
+_ALWAYS = "*"  # stands for a block: in memory while any block is run
 _GIB = 2**30
 _MOST = 2**40
 
 
-def memory_needed(*models: Checkpoint, grams: bool = True, fisher: bool = False) -> int:
-    """Return an upper bound of the memory for running models to observe their layers' inputs.
+def memory_needed(model: Checkpoint, *, grams: bool = True, fisher: bool = False) -> int:
+    """Return an upper bound of the memory for running a model to observe its layers' inputs.
 
     It covers the weights as stored and in float32, and a sum for every layer. Layers with the same
     input share a sum, but which layers these are is known only when they are called. A batch is
-    assumed to be small. The memory of the process itself is not included.
-
-    Args:
-        *models: the models that are in memory together.
-        grams: whether each layer's Gram matrix is summed.
-        fisher: whether each weight's Fisher information is summed, which needs gradients.
+    assumed to be small. The memory of the process itself is not included. Fisher information is summed
+    for each weight, and needs gradients.
     """
-    total = _BESIDE
-    for model in models:
-        total += sum(h.nbytes + h.numel * _VALUE for h in model.headers.values())
-        if grams:
-            total += sum(_SUM * d_in**2 for _, d_in in _inputs(model))
-        if fisher:
-            total += sum(h.numel * (_SUM + _VALUE) for h in model.headers.values())
+    headers = model.headers.values()
+    total = _BESIDE + sum(h.nbytes + h.numel * _VALUE for h in headers)
+    if grams:
+        total += sum(_SUM * d_in**2 for _, d_in in _inputs(model))
+    if fisher:
+        total += sum(h.numel * (_SUM + _VALUE) for h in headers)
     return total
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The memory of a model that is run block by block.
+    """The memory of a model that is run block by block, in bytes."""
 
-    Attributes:
-        always: bytes of everything outside of blocks, with its sums.
-        block: bytes of the largest block with its sums, and of what one batch adds to a sum.
-        width: size of the hidden states between blocks.
-    """
-
-    always: int
-    block: int
-    width: int
+    always: int  # of everything outside of blocks, with its sums
+    block: int  # of the largest block with its sums, and of what one batch adds to a sum
+    width: int  # size of the hidden states between blocks
 
 
 def memory_by_block(model: Checkpoint, examples: int = MADE) -> int:
     """Return an upper bound of the memory for running a model block by block; see `Blocks`.
 
-    It covers the weights and the sums of the largest block and of everything outside of blocks,
-    what one batch adds to a sum, and all inputs on their way, for the kind of inputs drawn for the
-    model.
+    All inputs on their way count too, for the kind of inputs drawn for the model.
     """
     try:
         parts = _parts(model)
@@ -113,23 +91,16 @@ def _parts(model: Checkpoint) -> _Parts:
     skeleton = remembered_skeleton(model.headers, model.config or {})
     later = unread(skeleton, model.headers)
     of_block: Counter[str] = Counter()
-    always, widest, width = 0, 0, 0
+    widest, width = 0, 0
     for name, header in model.headers.items():
-        block = later.get(name)
-        if block is None:
-            always += header.nbytes + header.numel * _VALUE
-        else:
-            of_block[block] += header.nbytes + header.numel * _VALUE
+        of_block[later.get(name, _ALWAYS)] += header.nbytes + header.numel * _VALUE
     for name, d_in in _inputs(model):
-        block = later.get(name)
-        if block is None:
-            always += _SUM * d_in**2
-        else:
-            of_block[block] += _SUM * d_in**2
+        block = later.get(name, _ALWAYS)
+        of_block[block] += _SUM * d_in**2
         if block != OUTSIDE:
             widest = max(widest, d_in)
             width = max(width, min(model.headers[name].shape[-2:]))
-    del of_block[OUTSIDE]
+    always, _ = of_block.pop(_ALWAYS, 0), of_block.pop(OUTSIDE, 0)
     return _Parts(always, max(of_block.values(), default=0) + _VALUE * widest**2, width)
 
 
@@ -139,10 +110,8 @@ def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
     It covers keys and values of all layers, one layer's states, attention between all tokens, and
     the probabilities of a token. Sizes missing in the config count as 0.
     """
-    width, layers = (
-        _number(config, "hidden_size", "n_embd"),
-        _number(config, "num_hidden_layers", "n_layer"),
-    )
+    width = _number(config, "hidden_size", "n_embd")
+    layers = _number(config, "num_hidden_layers", "n_layer")
     inner = _number(config, "intermediate_size") or 4 * width
     states = 2 * layers * width + 2 * _HELD * width + _HELD * inner
     heads = _number(config, "num_attention_heads", "n_head")
@@ -153,14 +122,10 @@ def memory_of_text(config: Mapping[str, Any], tokens: int) -> int:
 def texts_at_once(
     config: Mapping[str, Any], tokens: int, needed: int, max_memory: int | None, most: int
 ) -> int:
-    """Return how many texts a language model can write at once within the memory; 0 if not even one.
+    """Return how many texts, at most `most`, a language model can write at once; 0 if not even one.
 
-    Args:
-        config: config of the model.
-        tokens: number of tokens to write for each, without those of a chat template.
-        needed: bytes of the model and its sums.
-        max_memory: bytes that the process may use; None: what is free.
-        most: most texts to write at once.
+    `tokens` are those to write for each, without a chat template's; `needed` are the bytes of the model
+    and its sums.
     """
     each = memory_of_text(config, tokens + _TEMPLATE)
     count = most
@@ -206,14 +171,7 @@ def fits(needed: int, max_memory: int | None) -> bool:
 
 
 def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str) -> None:
-    """Raise if something does not fit into memory.
-
-    Args:
-        needed: bytes in addition to the memory of the process.
-        max_memory: bytes that the process may use; None: what is free.
-        what: what needs them, for the message.
-        otherwise: advice, for the message.
-    """
+    """Raise if `what` does not fit into memory in addition to the process; the advice is `otherwise`."""
     if not fits(needed, max_memory):
         allowed = allowance(max_memory)
         if allowed.in_all:
@@ -222,43 +180,3 @@ def check_memory(needed: int, max_memory: int | None, what: str, otherwise: str)
             f"{what} take up to {needed / _GIB:.3g} GiB, and {allowed.size / _GIB:.3g} GiB "
             f"{allowed.given}: {otherwise}"
         )
-
-
-# The base's part in texts that its experts write: the base begins them, and each expert continues.
-#
-# So experts are observed on texts like the base's, and not only on texts that they would begin
-# themselves.
-
-
-def begin(
-    base: Checkpoint,
-    generated: Generated,
-    reading: Reading,
-    device: str | torch.device,
-    advance: Callable[[int], None],
-) -> Generated:
-    """Return the inputs with beginnings that the base wrote, at the same temperature and seed."""
-    model = load_model(base, device, head=False, writing=True)
-    if not writes(model.whole):
-        raise InputError(
-            f"{base.source} is no language model that writes: leave out {Hint('start', 'base')}"
-        )
-    tokenizer = model.tokenizer(reading)
-    limit = reading.max_length or longest_text(tokenizer, model.whole.config)
-    # At most half of a short text, so that there is room to continue.
-    tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
-    how = Written("bos", tokens, generated.temperature or 1.0, generated.seed)
-    ends = ends_of(model, tokenizer)
-    texts: list[tuple[int, ...]] = []
-    for batch in how.batches(model, reading):
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            unpadded: Any = ids[mask.bool()]
-            text = cast("list[int]", unpadded.tolist())
-            # The first token is the start, which may also be a token that ends texts.
-            over = len(text) > 1 and text[-1] in ends
-            texts.append(tuple(text[:-1] if over else text))
-        advance(size_of(batch))
-    known, written = words_of(tokenizer), sorted({token for text in texts for token in text})
-    words = tuple((token, known[token]) for token in written if token in known)
-    begun = Begun(base.source, tokens, tuple(texts), rows_of(model), words)
-    return replace(generated, begun=begun)

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.header import LENGTH_BYTES
 from covmerge.files.checkpoints.json_file import dumps
 from covmerge.files.checkpoints.layout import plan_shard
-from covmerge.files.stores.disk import disk_errors, fsync_path
-from covmerge.files.stores.lock import Lock, TakenError
+from covmerge.files.stores.disk import UNFINISHED, disk_errors, finished_name, fsync_path
+from covmerge.files.stores.lock import held_file, remove_abandoned
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.plan.statistics.file import (
     ABOUT_KEY,
@@ -40,57 +39,6 @@ from covmerge.plan.statistics.file import (
     probe,
 )
 
-# Folders for files in progress; folders left by killed processes are removed when a new one is made.
-
-_TOKEN = "[a-z0-9_]{8}"
-
-
-@contextmanager
-def scratch_folder(beside: Path, prefix: str) -> Generator[Path]:
-    """Make a folder that is removed at the end; also remove folders left by processes that ended.
-
-    Args:
-        beside: the folder around it, so that files can be renamed out of it.
-        prefix: beginning of its name.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> with scratch_folder(Path(mkdtemp()), ".work-") as folder:
-        ...     _ = (folder / "file").write_text("")
-        >>> folder.exists()
-        False
-    """
-    _remove_abandoned(beside, re.compile(re.escape(prefix) + _TOKEN))
-    folder, lock = _make(beside, prefix)
-    try:
-        yield folder
-    finally:
-        lock.remove_folder()
-
-
-def _make(beside: Path, prefix: str) -> tuple[Path, Lock]:
-    while True:
-        folder = beside / f"{prefix}{token_hex(4)}"
-        try:
-            return folder, Lock(folder)
-        except TakenError:
-            continue  # taken by a process that removes it as abandoned
-
-
-def _remove_abandoned(beside: Path, pattern: re.Pattern[str]) -> None:
-    for folder in beside.iterdir():
-        if not pattern.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
-            continue
-        try:
-            lock = Lock(folder)
-        except (TakenError, OSError):
-            continue  # it is in use, or belongs to another user
-        if lock.works:
-            lock.remove_folder()
-        else:  # without locks, it is unknown whether it is in use
-            lock.release()
-
-
 _ROOM = 2**18  # bytes for the facts in a file's metadata
 _PIECE = 2**22  # numbers computed at once
 _NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
@@ -98,19 +46,13 @@ _NUMBERS = 256  # bytes for shape, offsets and rows of a tensor
 
 @dataclass(frozen=True)
 class Statistic:
-    """One collected statistic.
+    """One collected statistic."""
 
-    Attributes:
-        names: names of the tensors that have it; several if layers have the same input.
-        total: the sum over all rows, in any floating dtype, on any device.
-        rows: number of layer inputs, or examples, in the sum.
-        weight: sum of the weights of all rows; None: each row counts 1.
-    """
-
+    # Names of the tensors that have it; several if layers have the same input.
     names: tuple[str, ...]
-    total: Tensor
-    rows: int
-    weight: float | None = None
+    total: Tensor  # the sum over all rows, in any floating dtype, on any device
+    rows: int  # number of layer inputs, or examples, in the sum
+    weight: float | None = None  # sum of the weights of all rows; None: each row counts 1
 
     @property
     def mean(self) -> Tensor:
@@ -141,12 +83,7 @@ class Contents:
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
-    """Raise if an output is not allowed, before any work is done for it.
-
-    Raises:
-        InputError: the suffix is wrong, the folder is missing, or there is a file that may not be
-            replaced; only statistics files ever are replaced.
-    """
+    """Raise if an output is not allowed, before any work is done; only statistics files are replaced."""
     if not out.name.endswith(SUFFIX):
         raise InputError(f"the output {out} does not end with {SUFFIX}: name it so")
     if not out.parent.is_dir():
@@ -165,15 +102,10 @@ def check_output(out: Path, *, overwrite: bool) -> None:
 
 
 class GrowingFile:
-    """A statistics file that is written one statistic after another.
+    """A statistics file that is written one statistic after another; each kind must get at least one.
 
-    Its header is known only at the end, so room is left for it: a header may end in spaces.
-
-    Args:
-        path: path of a file that nobody reads before it is finished.
-        checkpoint: the model.
-        kinds: kinds of statistics; each must get at least one.
-        names: all tensors that it may have statistics of.
+    Its header is known only at the end, so room is left for it: a header may end in spaces. `names` are
+    all tensors that it may have statistics of.
     """
 
     def __init__(
@@ -192,7 +124,6 @@ class GrowingFile:
             self._file.seek(LENGTH_BYTES + self._room)
 
     def add(self, kind: Kind, statistic: Statistic) -> None:
-        """Write a statistic."""
         keys = [f"{kind}/{name}" for name in statistic.names]
         header = TensorHeader(keys[0], tuple(statistic.total.shape), torch.float32)
         self._content.update(keys[0].encode())
@@ -211,15 +142,8 @@ class GrowingFile:
         self._rows |= dict.fromkeys(keys, statistic.rows)
         self._aliases |= dict.fromkeys(keys[1:], keys[0])
 
-    def finish(
-        self,
-        examples: int,
-        protocol: Protocol = "inputs",
-        labels: str = "",
-        generated: Mapping[str, str | int | float] | None = None,
-        notes: Sequence[str] = (),
-    ) -> About:
-        """Write the metadata, whose parts are those of `About`, and return it."""
+    def finish(self, contents: Contents) -> About:
+        """Write the metadata of the contents, whose statistics were added, and return it."""
         found = {key.partition("/")[0] for key in self._rows}
         if found != self._totals.keys():
             raise InputError(
@@ -229,15 +153,15 @@ class GrowingFile:
         about = About(
             source=self._checkpoint.source,
             probe=probe(self._checkpoint),
-            protocol=protocol,
-            examples=examples,
-            labels=labels,
-            generated=None if generated is None else dict(generated),
+            protocol=contents.protocol,
+            examples=contents.examples,
+            labels=contents.labels,
+            generated=None if contents.generated is None else dict(contents.generated),
             rows=self._rows,
             aliases=self._aliases,
             totals={kind: math.sqrt(total) for kind, total in self._totals.items()},
             content=f"sha256:{self._content.hexdigest()}",
-            notes=list(notes),
+            notes=list(contents.notes),
         )
         metadata = {
             FORMAT_KEY: FORMAT,
@@ -260,7 +184,6 @@ class GrowingFile:
         return about
 
     def close(self) -> None:
-        """Close the file, finished or not."""
         with suppress(OSError):  # an error in writing what is not needed any more
             self._file.close()
 
@@ -272,30 +195,28 @@ def _room_of(name: str) -> int:
 
 @contextmanager
 def files_in(folder: Path, *, overwrite: bool) -> Generator[Callable[[Path], Path]]:
-    """Give places for a folder's new files; at the end, all files appear in the folder or none.
-
-    Yields:
-        A function that returns, for the final path of a file, the path to write it to.
-
-    Raises:
-        InputError: see `check_output`, which is called again before the files appear.
-        ResourceError: the disk is full.
-    """
+    """Give the place to write each of a folder's new files to; at the end, all appear there or none."""
+    unfinished: dict[Path, Path] = {}
     with ExitStack() as stack:
-        with disk_errors(folder):
-            unfinished = stack.enter_context(scratch_folder(folder, ".covstats-"))
-        outs: list[Path] = []
 
         def place(out: Path) -> Path:
-            outs.append(out)
-            return unfinished / out.name
+            with disk_errors(folder):
+                for other in folder.glob(UNFINISHED):
+                    if finished_name(other.name) == out.name:
+                        remove_abandoned(other)
+                while True:
+                    path = out.with_name(f".{out.name}.{token_hex(4)}.unfinished")
+                    if stack.enter_context(held_file(path)):
+                        break  # no other process took it for abandoned just then
+            unfinished[out] = path
+            return path
 
         yield place
-        for out in outs:
+        for out in unfinished:
             check_output(out, overwrite=overwrite)
-        with disk_errors(folder), _all_or_none(outs):
-            for out in outs:
-                (unfinished / out.name).replace(out)
+        with disk_errors(folder), _all_or_none(unfinished):
+            for out, path in unfinished.items():
+                path.replace(out)
             fsync_path(folder)
 
 
@@ -310,13 +231,7 @@ def write_statistics(files: Mapping[Path, Contents], *, overwrite: bool) -> dict
                 for kind, group in found.items():
                     for statistic in group:
                         file.add(kind, statistic)
-                abouts[out] = file.finish(
-                    contents.examples,
-                    contents.protocol,
-                    contents.labels,
-                    contents.generated,
-                    contents.notes,
-                )
+                abouts[out] = file.finish(contents)
     return abouts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast, get_args
@@ -15,7 +15,7 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.checkpoints.json_file import read_object, shorten
 from covmerge.files.tensors.skeleton import in_short
-from covmerge.plan.statistics.examples import Batch, Reading, longest_text
+from covmerge.plan.statistics.examples import Batch, Reading, longest_text, size_of
 
 if TYPE_CHECKING:
     from covmerge.plan.statistics.model import RunningModel
@@ -42,20 +42,13 @@ def writes(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Begun:
-    """Beginnings of texts that another model wrote, for this model to continue.
+    """Beginnings of texts that another model wrote, for this model to continue."""
 
-    Attributes:
-        by: the name of the other model.
-        tokens: most tokens that it wrote for each text.
-        texts: the tokens of each text, without a token that ends it.
-        rows: number of rows of its embedding.
-        words: the words of these tokens, as far as its tokenizer knows them.
-    """
-
-    by: str
-    tokens: int
-    texts: tuple[tuple[int, ...], ...]
-    rows: int
+    by: str  # the name of the other model
+    tokens: int  # most tokens that it wrote for each text
+    texts: tuple[tuple[int, ...], ...]  # the tokens of each text, without a token that ends it
+    rows: int  # number of rows of its embedding
+    # The words of these tokens, as far as its tokenizer knows them.
     words: tuple[tuple[int, str], ...]
 
 
@@ -100,7 +93,6 @@ class Written:
             )
 
     def as_json(self, reading: Reading) -> dict[str, str | int | float]:
-        """Return the description for a statistics file."""
         said: dict[str, str | int | float] = {
             "start": self.start,
             "tokens": self.tokens,
@@ -115,7 +107,7 @@ class Written:
     def notes(self, model: RunningModel, reading: Reading) -> list[str]:
         """Return a note on stated end tokens that the model does not have: texts never end with them."""
         ends, where = _stated_ends(model, model.tokenizer(reading))
-        rows = rows_of(model)
+        rows = _rows_of(model)
         beyond = [str(end) for end in ends if not 0 <= end < rows]
         if not beyond:
             return []
@@ -124,12 +116,7 @@ class Written:
         ]
 
     def batches(self, model: RunningModel, reading: Reading) -> Iterator[Batch]:
-        """Yield batches of texts.
-
-        Raises:
-            InputError: there is no start, the start is not in the model's vocabulary, there is no
-                room to write, or the model cannot write.
-        """
+        """Yield batches of texts."""
         from transformers import GenerationConfig
 
         whole, source, tokenizer = model.whole, model.checkpoint.source, model.tokenizer(reading)
@@ -142,7 +129,10 @@ class Written:
                 f"{source}: the start '{self.start}' has {longest} tokens and a text at most {limit}: "
                 f"pass another {Hint('start')}, or a larger {Hint('max_length')}"
             )
-        reply = _reply(tokenizer, source) if self.start == "user" else None
+        reply: list[int] | None = None
+        if self.start == "user":
+            _, said = _turn(tokenizer, source)
+            reply = cast("list[int]", tokenizer(said, add_special_tokens=False)["input_ids"])
         _check_tokens(model, tokenizer, reply or ())
         ends = ends_of(model, tokenizer)
         pad = ends[0] if ends else 0  # masked, so any token is fine
@@ -163,7 +153,7 @@ class Written:
                 texts = _continued(model, prompts, room)
                 if reply is not None:
                     texts = self._answered(model, texts, reply, limit)
-            ids, mask = _padded(texts, pad)
+            ids, mask = padded(texts, pad)
             yield {"input_ids": ids, "attention_mask": mask}
 
     def _starts(self, model: RunningModel, tokenizer: Any, wanted: int) -> list[list[int]]:
@@ -196,12 +186,48 @@ class Written:
         ]
 
 
+def begun_by(
+    base: RunningModel,
+    temperature: float,
+    seed: int,
+    reading: Reading,
+    advance: Callable[[int], None],
+) -> Begun:
+    """Return the beginnings of texts that a base writes, for its experts to continue.
+
+    So experts are observed on texts like the base's, and not only on texts that they would begin
+    themselves.
+    """
+    source = base.checkpoint.source
+    if not writes(base.whole):
+        raise InputError(
+            f"{source} is no language model that writes: leave out {Hint('start', 'base')}"
+        )
+    tokenizer = base.tokenizer(reading)
+    limit = reading.max_length or longest_text(tokenizer, base.whole.config)
+    # At most half of a short text, so that there is room to continue.
+    tokens = BEGUN if limit is None else max(1, min(BEGUN, limit // 2 - 1))
+    ends = ends_of(base, tokenizer)
+    texts: list[tuple[int, ...]] = []
+    for batch in Written("bos", tokens, temperature, seed).batches(base, reading):
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            unpadded: Any = ids[mask.bool()]
+            text = cast("list[int]", unpadded.tolist())
+            # The first token is the start, which may also be a token that ends texts.
+            over = len(text) > 1 and text[-1] in ends
+            texts.append(tuple(text[:-1] if over else text))
+        advance(size_of(batch))
+    known, written = _words_of(tokenizer), sorted({token for text in texts for token in text})
+    words = tuple((token, known[token]) for token in written if token in known)
+    return Begun(source, tokens, tuple(texts), _rows_of(base), words)
+
+
 def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list[list[int]]:
     """Return each prompt with the model's continuation, up to the token that ends it."""
     from transformers import LogitsProcessorList
 
     source, how = model.checkpoint.source, model.whole.generation_config
-    ids, mask = (each.to(model.device) for each in _padded(prompts, how.pad_token_id, left=True))
+    ids, mask = (each.to(model.device) for each in padded(prompts, how.pad_token_id, left=True))
 
     def checked(_: Tensor, logits: Tensor) -> Tensor:
         # The maximum of a row with NaN is NaN. A token that the model never writes may have -inf.
@@ -232,7 +258,7 @@ def _continued(model: RunningModel, prompts: list[list[int]], room: int) -> list
     return [p + row[:end] for p, row, end in zip(prompts, added, over, strict=True)]
 
 
-def _padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+def padded(texts: list[list[int]], pad: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
     """Return token ids and mask `(batch, longest)`."""
     longest = max(map(len, texts))
     missing = [longest - len(text) for text in texts]
@@ -274,7 +300,6 @@ def _first(tokenizer: Any) -> int | None:
 
 
 def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
-    """Return the tokens that begin every text."""
     if start == "bos":
         first = _first(tokenizer)
         if first is None:
@@ -293,11 +318,6 @@ def _start(tokenizer: Any, source: str, start: Start) -> list[int]:
     if not ids:
         raise InputError(f"the chat template of {source} is empty: pass {Hint('start', 'bos')}")
     return ids
-
-
-def _reply(tokenizer: Any, source: str) -> list[int]:
-    """Return the tokens between the user's message and the answer."""
-    return tokenizer(_turn(tokenizer, source)[1], add_special_tokens=False)["input_ids"]
 
 
 def _turn(tokenizer: Any, source: str) -> tuple[str, str]:
@@ -325,7 +345,7 @@ def _filled(tokenizer: Any, source: str, said: str, *, prompting: bool) -> str:
 
 def ends_of(model: RunningModel, tokenizer: Any) -> list[int]:
     """Return the tokens that end a text, without those that the model does not have."""
-    rows = rows_of(model)
+    rows = _rows_of(model)
     return [end for end in _stated_ends(model, tokenizer)[0] if 0 <= end < rows]
 
 
@@ -346,18 +366,18 @@ def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
     ends = cast("list[object]", given) if isinstance(given, list) else [given]
     if not all(type(end) is int for end in ends):  # a truth value is an int in Python
         raise InputError(
-            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {rows_of(model) - 1}: "
+            f"{_ENDS} of {where} is {said}, and a token is a whole number from 0 to {_rows_of(model) - 1}: "
             "correct it, because texts end there"
         )
     return cast("list[int]", ends), where
 
 
-def rows_of(model: RunningModel) -> int:
+def _rows_of(model: RunningModel) -> int:
     """Return the number of tokens of a text model."""
     return model.whole.get_input_embeddings().num_embeddings
 
 
-def words_of(tokenizer: Any) -> dict[int, str]:
+def _words_of(tokenizer: Any) -> dict[int, str]:
     """Return the word of each token."""
     found: dict[str, int] = tokenizer.get_vocab()
     return {number: word for word, number in found.items()}
@@ -365,9 +385,9 @@ def words_of(tokenizer: Any) -> dict[int, str]:
 
 def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) -> None:
     """Raise if a tokenizer returns tokens that the model has no row for."""
-    rows, beyond = rows_of(model), max(tokens, default=0)
+    rows, beyond = _rows_of(model), max(tokens, default=0)
     if beyond >= rows:
-        word = words_of(tokenizer).get(beyond, "")
+        word = _words_of(tokenizer).get(beyond, "")
         raise InputError(
             f"{model.checkpoint.source} has an embedding of {rows} rows, and what its texts go on from has "
             f"the token {beyond} ({shorten(word)}) of its tokenizer: correct the tokenizer, or pass the "
@@ -377,7 +397,7 @@ def _check_tokens(model: RunningModel, tokenizer: Any, tokens: Iterable[int]) ->
 
 def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
     """Raise if a base's beginnings have tokens that the model does not have or that differ in it."""
-    rows, source = rows_of(model), model.checkpoint.source
+    rows, source = _rows_of(model), model.checkpoint.source
     otherwise = f"leave out {Hint('start', 'base')}, or name the base that the expert was made of"
     beyond = max(max(text) for text in begun.texts)
     if beyond >= rows:
@@ -385,7 +405,7 @@ def _check_begun(begun: Begun, model: RunningModel, tokenizer: Any) -> None:
             f"{begun.by}, whose embedding has {begun.rows} rows, began a text with the token {beyond}, and "
             f"that of {source} has {rows} rows: {otherwise}"
         )
-    known = words_of(tokenizer)
+    known = _words_of(tokenizer)
     for number, word in begun.words:
         if known.get(number) != word:
             other = shorten(known[number]) if number in known else "none"

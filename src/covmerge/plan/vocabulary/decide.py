@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
@@ -27,16 +26,17 @@ from covmerge.plan.vocabulary.rows import (
     Source,
     Tables,
     Vocabulary,
+    called,
     tables_of,
     vocabulary,
 )
 from covmerge.plan.vocabulary.tokens import (
     Added,
-    Reader,
     Tokenizer,
     cut_apart,
     hashes_of,
     read_files,
+    read_tokenizer,
 )
 
 # Tokenizers' marks for a space; an added token with such a mark is searched in the text itself.
@@ -89,13 +89,7 @@ class Text:
 def decide(
     rules: TokenizerRules | None, template: str | None, sources: Mapping[str | None, Checkpoint]
 ) -> Text:
-    """Read the sources' tokenizers and decide on the output's.
-
-    Args:
-        rules: rules of the recipe, if it has any.
-        template: the chat template that the recipe asks for.
-        sources: the base, under the key None, then the experts in order.
-    """
+    """Read the tokenizers of the sources, the base (None) and the experts, and decide on the output's."""
     if rules is None and template is None:
         return Text()
     # Adapters use the base's embeddings.
@@ -127,14 +121,10 @@ def _as_it_is(key: str | None, folder: Path | None) -> TokenizerFiles:
     files = {} if folder is None else read_files(folder)
     if folder is None or not files:
         raise InputError(
-            f"{_called(key)} has no tokenizer that a chat template could belong to: leave out "
+            f"{called(key)} has no tokenizer that a chat template could belong to: leave out "
             "`chat_template`, or save the model with its tokenizer"
         )
     return TokenizerFiles(folder, hashes_of(files))
-
-
-def _called(key: str | None) -> str:
-    return "the base" if key is None else f"expert '{key}'"
 
 
 def _other_settings(taken: Sequence[Added], sources: Mapping[str | None, Source]) -> Iterator[str]:
@@ -163,16 +153,14 @@ def _vocabulary(
             f"tokens of its own {_folded(str(owner))}; then pass OUT in its place"
         )
     tables = {key: tables_of(checkpoint) for key, checkpoint in models.items()}
-    reader = Reader()
-    found = {key: reader.read(folder) for key, folder in folders.items()}
+    loaded: dict[str, Tokenizer] = {}
+    found = {key: read_tokenizer(folder, loaded) for key, folder in folders.items()}
     notes: list[str] = []
     sources: dict[str | None, Source] = {}
     for key, tokenizer in found.items():
         if tokenizer is None:
             tokenizer = _of_first(key, tables, first, found[first])
-            notes.append(
-                f"{_called(key)} has no tokenizer, and is taken to have {_called(first)}'s"
-            )
+            notes.append(f"{called(key)} has no tokenizer, and is taken to have {called(first)}'s")
         sources[key] = Source(tokenizer, tables[key].rows)
     chosen = sources[owner].tokenizer
     more = list(_more(rules, chosen, sources))
@@ -181,7 +169,7 @@ def _vocabulary(
     if more:
         notes.append(
             f"{counted(len(more), 'token is', 'tokens are')} added to the tokenizer of "
-            f"{_called(owner)}, the first {more[0].content!r} as {ids[more[0].content]}"
+            f"{called(owner)}, the first {more[0].content!r} as {ids[more[0].content]}"
         )
     pieces = [
         one.content for one in more if one.content not in rules.tokens and _is_piece(one, sources)
@@ -190,7 +178,7 @@ def _vocabulary(
         notes.append(
             f"{len(pieces)} of the added tokens are pieces of other models' words "
             f"({some(pieces, 3, quoted=True)}). A tokenizer looks for added tokens first, inside words "
-            f"too, so that texts may be read otherwise than by {_called(owner)}; `source: base`, or of one "
+            f"too, so that texts may be read otherwise than by {called(owner)}; `source: base`, or of one "
             "expert, leaves a model's reading as it is"
         )
     unseen = [piece for piece in pieces if piece.startswith(_SPACES)]
@@ -204,8 +192,9 @@ def _vocabulary(
     notes += _cutting(owner, sources)
     folder = folders[owner]
     if folder is None or found[owner] is None:
-        raise InputError(f"{_called(owner)} has no tokenizer: name another `source` in `tokenizer`")
+        raise InputError(f"{called(owner)} has no tokenizer: name another `source` in `tokenizer`")
     of_another = owner != first
+    generation = safe_child(folder, "generation_config.json") if of_another else None
     if of_another and (folder / MORE_TEMPLATES).is_dir():
         notes.append(f"not copied from {folder}: {MORE_TEMPLATES}/")
     files = TokenizerFiles(
@@ -215,7 +204,7 @@ def _vocabulary(
         extended=extended,
         added={ids[one.content]: one for one in more},
         special=models[owner].config if of_another else None,
-        generation=_generation(folder) if of_another else None,
+        generation=read_object(generation) if generation and generation.is_file() else None,
     )
     return Text(decided, tables, files, (*row_notes, *notes))
 
@@ -224,10 +213,10 @@ def _cutting(owner: str | None, sources: Mapping[str | None, Source]) -> Iterato
     """Yield a note on sources whose texts were split into tokens differently in training."""
     chosen = sources[owner].tokenizer
     apart = {key: cut_apart(chosen, one.tokenizer) for key, one in sources.items()}
-    named = [f"{_called(key)} ({some(parts, 3)})" for key, parts in apart.items() if parts]
+    named = [f"{called(key)} ({some(parts, 3)})" for key, parts in apart.items() if parts]
     if named:
         yield (
-            f"the output cuts texts as {_called(owner)} does; trained on texts that were cut otherwise: "
+            f"the output cuts texts as {called(owner)} does; trained on texts that were cut otherwise: "
             + some(named, 3)
         )
 
@@ -241,14 +230,14 @@ def _of_first(
     """Return the first tokenizer for a model without one, whose number of rows must be the same."""
     if tables[key].rows != tables[first].rows:
         raise InputError(
-            f"{_called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
-            f"{_called(first)} has {tables[first].rows}: save the model with its tokenizer, or leave out "
+            f"{called(key)} has no tokenizer, and {tables[key].rows} rows in its embedding where "
+            f"{called(first)} has {tables[first].rows}: save the model with its tokenizer, or leave out "
             "`tokenizer` and merge the rows of the base by "
             f"{Hint('tensors', {'vocabulary': 'base'})}"
         )
     if tokenizer is None:
         raise InputError(
-            f"{_called(key)} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`"
+            f"{called(key)} has no tokenizer: save the model with its tokenizer, or leave out `tokenizer`"
         )
     return tokenizer
 
@@ -283,11 +272,6 @@ def _as_added(token: str, sources: Mapping[str | None, Source]) -> Added:
     return Added(token)
 
 
-def _generation(folder: Path) -> Mapping[str, Any] | None:
-    path = safe_child(folder, "generation_config.json")
-    return read_object(path) if path.is_file() else None
-
-
 def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabulary) -> None:
     prefixes = [base.prefix] if base.prefix else []
     held = {*adapter.low_rank, *adapter.headers}
@@ -300,7 +284,6 @@ def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabu
 
 
 def _folded(name: str) -> str:
-    """Return advice for an adapter that has tokens of its own."""
     return (
         f"fold it into its base first (`covmerge merge --base BASE --expert {name}=ADAPTER OUT`), and copy "
         "its tokenizer's files into OUT if it has some"

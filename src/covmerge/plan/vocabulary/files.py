@@ -65,9 +65,7 @@ def chosen_template(
 ) -> tuple[str | None, str]:
     """Return the chat template that a recipe asks for, and its origin.
 
-    Args:
-        wanted: `auto`, `base`, an expert's name, a format's name, or a template.
-        folders: folders of the base, under the key None, and of the experts, in order.
+    It asks by `auto`, `base`, an expert's name, a format's name, or a template.
     """
     if "{" in wanted:
         return wanted, "the recipe"
@@ -160,27 +158,19 @@ _GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of the output's tokenizer, and its settings in the configs.
+    """The files of the output's tokenizer, and its settings in the configs."""
 
-    Attributes:
-        folder: folder of the model whose tokenizer it is.
-        hashes: hashes of the files there, from when they were read.
-        rows: number of rows of the embeddings; None: as many as in the base.
-        extended: tokenizer.json, if tokens were added.
-        added: the added tokens, by number.
-        template: the chat template; None: the tokenizer's.
-        special: config of the model whose tokenizer it is, if that is not the base.
-        generation: that model's generation_config.json.
-    """
-
-    folder: Path
-    hashes: Mapping[str, str]
-    rows: int | None = None
-    extended: bytes | None = field(default=None, repr=False)
+    folder: Path  # folder of the model whose tokenizer it is
+    hashes: Mapping[str, str]  # hashes of the files there, from when they were read
+    rows: int | None = None  # number of rows of the embeddings; None: as many as in the base
+    extended: bytes | None = field(default=None, repr=False)  # tokenizer.json, if tokens were added
+    # The added tokens, by number.
     added: Mapping[int, Added] = field(default_factory=dict[int, Added])
+    # The chat template; None: the tokenizer's.
     template: str | None = field(default=None, repr=False)
+    # Config of the model whose tokenizer it is, if that is not the base.
     special: Mapping[str, Any] | None = None
-    generation: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] | None = None  # that model's generation_config.json
 
     def write(self) -> Iterator[tuple[str, bytes]]:
         """Yield the files with their content, each file once."""
@@ -225,13 +215,11 @@ class TokenizerFiles:
                 **changed[_ADDED],
                 **{str(n): asdict(token) for n, token in self.added.items()},
             }
-        return content if changed == config else _json(changed)
+        if changed == config:
+            return content
+        return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def is_tokenizer_file(name: str) -> bool:
     """Return whether a file with this name, at the top of a folder, belongs to a tokenizer."""
     return matches_any(name, TOKENIZER_FILES)
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -46,19 +46,12 @@ def rows_of(name: str) -> Literal["tokens", "places", "types"]:
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model, with what is needed to match their names with another model's.
-
-    Attributes:
-        names: names of its tables.
-        rows: number of rows of each table.
-        prefix: prefix that a model with a head puts before the names of its base model.
-        tied: name -> name of the tensor that it shares memory with; only the latter may be stored.
-    """
+    """The tables of a model, with what is needed to match their names with another model's."""
 
     names: frozenset[str]
-    rows: int
-    prefix: str | None
-    tied: Mapping[str, str]
+    rows: int  # number of rows of each table
+    prefix: str | None  # see `ModelDescription`
+    tied: Mapping[str, str]  # see `ModelDescription`
 
     def find(self, name: str, other: Tables) -> str | None:
         """Return this model's name for a table of another model, or None.
@@ -73,14 +66,9 @@ class Tables:
 
 
 def tables_of(checkpoint: Checkpoint) -> Tables:
-    """Return the tensors whose first axis is the vocabulary.
+    """Return the tables by token: token embedding, output embedding, and the latter's bias.
 
-    These are token embedding, output embedding, and the latter's bias. Without a config, any number
-    of rows is accepted. With a config, a tensor with another number of rows is not a vocabulary table.
-
-    Raises:
-        InputError: there is no table, their numbers of rows differ, or a tensor has the vocabulary
-            along another axis.
+    With a config, a tensor with another number of rows than it says is none of them.
     """
     size = vocabulary_size(checkpoint.config)
     description = describe_checkpoint(checkpoint)
@@ -111,17 +99,17 @@ def tables_of(checkpoint: Checkpoint) -> Tables:
 NONE, PADDING = -1, -2  # stand for a row
 
 
+def called(key: str | None) -> str:
+    """Return the name of a source for messages; the base's key is None."""
+    return "the base" if key is None else f"expert '{key}'"
+
+
 @dataclass(frozen=True)
 class Source:
-    """A model whose embeddings are read by token.
+    """A model whose embeddings are read by token."""
 
-    Attributes:
-        tokenizer: the tokenizer, which tells the tokens of its rows.
-        rows: number of its rows; tokens with larger numbers have no row.
-    """
-
-    tokenizer: Tokenizer
-    rows: int
+    tokenizer: Tokenizer  # tells the tokens of its rows
+    rows: int  # number of its rows; tokens with larger numbers have no row
 
     def row(self, token: str) -> int:
         """Return the row of a token, or `NONE` if it has none."""
@@ -131,21 +119,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The rows of the output's embeddings, for each source; the base's key is None.
+    """The rows of the output's embeddings, for each source; the base's key is None."""
 
-    Attributes:
-        source_rows: for each source, the source's row for each row of the output; `NONE`: the row
-            in `given`; `PADDING`: the mean of all other rows.
-        given: for each source, its row for each row of the output that other sources are given; if
-            several sources have one, their mean is given; `NONE`: it gives no row.
-        tokens: number of rows that are tokens.
-        texts: SHA-256 of the tokens with their numbers.
-    """
-
+    # For each source, the source's row for each row of the output; `NONE`: the row in `given`;
+    # `PADDING`: the mean of all other rows.
     source_rows: Mapping[str | None, Tensor]
+    # For each source, its row for each row of the output that other sources are given; if several
+    # sources have one, their mean is given; `NONE`: it gives no row.
     given: Mapping[str | None, Tensor]
-    tokens: int
-    texts: str
+    tokens: int  # number of rows that are tokens
+    texts: str  # SHA-256 of the tokens with their numbers
 
     @property
     def rows(self) -> int:
@@ -177,16 +160,9 @@ class Vocabulary:
 def vocabulary(
     ids: Mapping[str, int], end: int, rules: TokenizerRules, sources: Mapping[str | None, Source]
 ) -> tuple[Vocabulary, tuple[str, ...]]:
-    """Return the rows of every source, and notes for the user.
+    """Return the rows of every source, the base first, and notes for the user.
 
-    Args:
-        ids: the output's tokens with their numbers.
-        end: the largest number plus one.
-        rules: rules of the recipe.
-        sources: the base, then the experts in order.
-
-    Raises:
-        InputError: a rule names a token or a row that its model does not have.
+    `ids` are the output's tokens with their numbers, and `end` is the largest number plus one.
     """
     step = rules.pad_to_multiple_of or 1
     rows = -(-end // step) * step
@@ -261,10 +237,9 @@ def _notes(
     notes = [f"the output's vocabulary has {len(ids)} tokens{more}"]
     for key, tokens in borrowed.items():
         if tokens:
-            who = "the base" if key is None else f"expert '{key}'"
             notes.append(
-                f"{who} has no row of its own for {counted(len(tokens), 'token')}, and is given one: "
-                f"{some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
+                f"{called(key)} has no row of its own for {counted(len(tokens), 'token')}, and is given "
+                f"one: {some(sorted(tokens, key=ids.__getitem__), 3, quoted=True)}"
             )
     if of_nobody:
         examples = some(sorted(of_nobody, key=ids.__getitem__), 3, quoted=True)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -32,7 +32,7 @@ _MOST_ROWS = 2**32
 _MOST_DIGITS = 10
 
 
-def check_added(path: Path, content: Mapping[str, Any]) -> None:
+def _check_added(path: Path, content: Mapping[str, Any]) -> None:
     """Raise if an added_tokens.json gives a token no valid number, or two tokens the same number.
 
     transformers would fail elsewhere, or silently use another number.
@@ -58,7 +58,7 @@ def check_added(path: Path, content: Mapping[str, Any]) -> None:
         tokens[number] = token
 
 
-def check_listed(path: Path, config: Mapping[str, Any]) -> None:
+def _check_listed(path: Path, config: Mapping[str, Any]) -> None:
     """Raise if tokenizer_config.json's list of tokens is invalid, or has a key that is no number."""
     decoder: Any = config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
@@ -73,31 +73,28 @@ def check_listed(path: Path, config: Mapping[str, Any]) -> None:
             )
 
 
-def check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, int]) -> None:
+def _check_numbers(folder: Path, files: Mapping[str, bytes], ids: Mapping[str, int]) -> None:
     """Raise if added tokens have other numbers than in the files, which tell what each row was trained as.
 
     transformers gives added tokens the next free numbers; its older releases used the files' numbers.
     """
-    known: Mapping[str, int] | None = None
+
+    @cache
+    def known() -> Mapping[str, int]:
+        return _parsed(folder, files[TOKENIZER]).get_vocab(with_added_tokens=True)
+
     for name, token, number in _stated(folder, files):
         if ids.get(token) == number:
             continue
-        if TOKENIZER in files:
-            # This file has precedence over the others, but does not say anything about tokens that
-            # it lacks.
-            known = _vocab_of_json(folder, files[TOKENIZER]) if known is None else known
-            if token in known or token not in ids:
-                continue
+        # This file has precedence over the others, but does not say anything about tokens that it lacks.
+        if TOKENIZER in files and (token in known() or token not in ids):
+            continue
         read = "none" if token not in ids else str(ids[token])
         raise InputError(
             f"{folder / name} gives {shorten(token)} the number {shorten(number)}, and transformers "
             f"reads {read}: its row would be taken for another token's. Save the tokenizer "
             f"with a {TOKENIZER} that has these numbers, or leave out `tokenizer`"
         )
-
-
-def _vocab_of_json(folder: Path, content: bytes) -> Mapping[str, int]:
-    return _parsed(folder, content).get_vocab(with_added_tokens=True)
 
 
 def _parsed(folder: Path, content: bytes) -> Any:
@@ -120,9 +117,8 @@ def _stated(folder: Path, files: Mapping[str, bytes]) -> Iterator[tuple[str, str
     # Beside a tokenizer.json, the list in this file is only a copy.
     if TOKENIZER_CONFIG not in files or TOKENIZER in files:
         return
-    name = TOKENIZER_CONFIG
-    for number, token in _listed(parse_object(files[name], str(folder / name))):
-        yield name, token, int(number)
+    config = parse_object(files[TOKENIZER_CONFIG], str(folder / TOKENIZER_CONFIG))
+    yield from ((TOKENIZER_CONFIG, token, int(number)) for number, token in _listed(config))
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -179,29 +175,17 @@ class Added:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer.
-
-    Attributes:
-        folder: folder with its files.
-        files: its files, as they were read.
-        hashes: hashes of the files.
-        ids: the number of every token.
-        added: the tokens that were added to its model, by number.
-    """
+    """A tokenizer."""
 
     folder: Path
-    files: Mapping[str, bytes] = field(repr=False)
+    files: Mapping[str, bytes] = field(repr=False)  # its files, as they were read
     hashes: Mapping[str, str]
-    ids: Mapping[str, int] = field(repr=False)
-    added: Mapping[int, Added]
+    ids: Mapping[str, int] = field(repr=False)  # the number of every token
+    added: Mapping[int, Added]  # the tokens that were added to its model, by number
 
     @cached_property
     def end(self) -> int:
-        """The largest number of a token plus one.
-
-        Raises:
-            InputError: so many smaller numbers are unused that no embedding has that many rows.
-        """
+        """The largest number of a token plus one."""
         end = max(self.ids.values(), default=-1) + 1
         if end > 2 * len(self.ids) + _MOST_HOLES:
             raise InputError(
@@ -212,7 +196,7 @@ class Tokenizer:
 
     def extended(self, more: Sequence[Added]) -> tuple[dict[str, int], bytes]:
         """Return the numbers of all tokens including new ones, and a tokenizer.json with all of them."""
-        tokenizer, transformers = _loaded(self.folder, self.files)
+        tokenizer, transformers = _loaded(self.folder, self.files), _transformers()
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InputError(
@@ -292,51 +276,46 @@ def _without_offsets(part: Any) -> Any:
     return part
 
 
-class Reader:
-    """Reads tokenizers, each one only once for all models that share it."""
-
-    def __init__(self) -> None:
-        self._tokenizers: dict[tuple[tuple[str, str], ...], Tokenizer] = {}
-
-    def read(self, folder: Path | None) -> Tokenizer | None:
-        """Return the tokenizer in a folder, or None if there is none.
-
-        Raises:
-            InputError: it cannot be read, or transformers is missing.
-            CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
-        """
-        files = {} if folder is None else read_files(folder)
-        if folder is None or not files:
-            return None
-        hashes = hashes_of(files)
-        key = tuple(sorted(hashes.items()))
-        if key not in self._tokenizers:
-            self._tokenizers[key] = _read(folder, files, hashes)
-        known = self._tokenizers[key]
-        return replace(known, folder=folder)
+def read_tokenizer(folder: Path | None, loaded: dict[str, Tokenizer]) -> Tokenizer | None:
+    """Return the tokenizer in a folder, or None if there is none; `loaded` keeps those with other files."""
+    files = {} if folder is None else read_files(folder)
+    if folder is None or not files:
+        return None
+    hashes = hashes_of(files)
+    key = json.dumps(sorted(hashes.items()))
+    if key not in loaded:
+        loaded[key] = _read(folder, files, hashes)
+    return replace(loaded[key], folder=folder)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of a tokenizer with their content; none if there is no vocabulary.
-
-    Raises:
-        CheckpointError: a file is too large, leads out of the folder, or is no JSON object.
-        InputError: transformers does not know the file with the tokens, or numbers of tokens are
-            invalid.
-    """
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if any(matches_any(name, _VOCABULARIES) for name in names):
-        return dict(_read_files(folder))
-    for name in names:
-        if fnmatchcase(
-            name, _MISTRALS
-        ):  # otherwise the model would be taken to have the other models' tokens
-            plain, _, _ = name.rpartition(".v")
+    """Return the files of a tokenizer with their content; none if there is no vocabulary."""
+    paths = sorted(path for path in folder.iterdir() if path.is_file())
+    found: dict[str, bytes] = {}
+    if not any(matches_any(path.name, _VOCABULARIES) for path in paths):
+        # Without this error the model would be taken to have the other models' tokens.
+        for path in (path for path in paths if fnmatchcase(path.name, _MISTRALS)):
+            plain, _, _ = path.name.rpartition(".v")
             raise InputError(
-                f"{folder / name} is the only file with the tokens of this model, and transformers reads "
-                f"none of this name: copy it to {plain} beside it, or save the model with a {TOKENIZER}"
+                f"{path} is the only file with the tokens of this model, and transformers reads none of "
+                f"this name: copy it to {plain} beside it, or save the model with a {TOKENIZER}"
             )
-    return {}
+        return found
+    for path in paths:
+        is_tokenizer = matches_any(path.name, TOKENIZER_FILES)
+        if not (is_tokenizer or path.name == _CONFIG):
+            continue
+        content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
+        # Files are checked before other libraries parse them, because these are less careful.
+        value = parse_object(content, str(path)) if path.suffix == ".json" else {}
+        if path.name == ADDED_TOKENS:
+            _check_added(path, value)
+        if path.name == TOKENIZER_CONFIG:
+            _check_listed(path, value)
+        if not is_tokenizer:
+            content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
+        found[path.name] = content
+    return found
 
 
 def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -344,43 +323,30 @@ def hashes_of(files: Mapping[str, bytes]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
-def _read_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    for path in sorted(folder.iterdir()):
-        is_tokenizer = matches_any(path.name, TOKENIZER_FILES)
-        if not path.is_file() or not (is_tokenizer or path.name == _CONFIG):
-            continue
-        content = read_regular(safe_child(folder, path.name), MAX_JSON_BYTES)
-        # Files are checked before other libraries parse them, because these are less careful.
-        value = parse_object(content, str(path)) if path.suffix == ".json" else {}
-        if path.name == ADDED_TOKENS:
-            check_added(path, value)
-        if path.name == TOKENIZER_CONFIG:
-            check_listed(path, value)
-        if not is_tokenizer:
-            content = json.dumps({key: value[key] for key in _KIND if key in value}).encode()
-        yield path.name, content
-
-
 def _read(folder: Path, files: Mapping[str, bytes], hashes: Mapping[str, str]) -> Tokenizer:
-    tokenizer, _ = _loaded(folder, files)
+    tokenizer = _loaded(folder, files)
     names = tuple(Added.__dataclass_fields__)
     added = {
         int(number): Added(**{name: getattr(token, name) for name in names})
         for number, token in tokenizer.added_tokens_decoder.items()
     }
     ids = dict(tokenizer.get_vocab())
-    check_numbers(folder, files, ids)
+    _check_numbers(folder, files, ids)
     return Tokenizer(folder, files, hashes, ids, added)
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Return transformers' tokenizer for a folder, made from files that were bounded and checked."""
-    return _loaded(folder, read_files(folder))[0]
+    return _loaded(folder, read_files(folder))
 
 
-def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
-    """Return transformers' tokenizer, made from checked files, and the module transformers."""
-    transformers = require_transformers("a merge of vocabularies reads tokenizers")
+def _transformers() -> Any:
+    return require_transformers("a merge of vocabularies reads tokenizers")
+
+
+def _loaded(folder: Path, files: Mapping[str, bytes]) -> Any:
+    """Return transformers' tokenizer, made from checked files."""
+    transformers = _transformers()
     with TemporaryDirectory(prefix="covmerge-tokenizer-") as name:
         for file, content in files.items():
             (Path(name) / file).write_bytes(content)
@@ -401,7 +367,7 @@ def _loaded(folder: Path, files: Mapping[str, bytes]) -> tuple[Any, Any]:
             "has anyhow: fetch its files again"
         )
         raise InputError(f"{folder}: {why}")
-    return tokenizer, transformers
+    return tokenizer
 
 
 def _why_no_sentencepiece(files: Mapping[str, bytes]) -> str | None:

@@ -25,9 +25,10 @@ from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums, sums_from_json
 from covmerge.maths.measures.table_rows import TableRows
 from covmerge.maths.methods.registry import cost_with
-from covmerge.plan.planning.align import Model, align, check_same_architecture
+from covmerge.plan.planning.align import align, check_same_architecture
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.forms import Unwritten
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import MERGED, Inspect, Merge, Operand
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.types import Plan
@@ -98,7 +99,7 @@ class InspectJob:
         """
         options = self.options
         base = Model.of(checkpoints.base)
-        models = {name: Model.of(expert) for name, expert in checkpoints.experts.items()}
+        models = {name: Model.of(expert, name) for name, expert in checkpoints.experts.items()}
         findings, fitting = check_headers(self.recipe, base, models)
         checkpoints.materialize()
         folders = {name: model.checkpoint.folder for name, model in models.items()}
@@ -169,7 +170,7 @@ class InspectJob:
         before: Merge | None,
     ) -> Plan:
         """Return the plan that inspects the tensors that `plan` merges, and those of the merged model."""
-        result = None if merged is None else Model.of(merged)
+        result = None if merged is None else Model.of(merged, MERGED)
         found = {} if result is None else self._operands_of(result, base)
         count = len(plan.recipe.experts) + (merged is not None)
         inspected = {
@@ -222,9 +223,9 @@ class InspectJob:
     def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
         """Return the tensors of a merged model, by the base's names."""
         recipe = lenient(self.recipe)
-        check_same_architecture(base, MERGED, model)
+        check_same_architecture(base, model)
         rules = Rules(recipe, base.description.family, base.headers)
-        names = align(base, MERGED, model, recipe.tensors, rules.chosen_use).names
+        names = align(base, model, recipe.tensors, rules.chosen_use).names
         return {name: model.operand(MERGED, names.get(name)) for name in base.headers}
 
     def _taken(self, plan: Plan) -> tuple[frozenset[str], list[Finding]]:

@@ -14,7 +14,8 @@ from covmerge.base.findings import Finding, Severity
 from covmerge.base.settings import Hint
 from covmerge.base.text import counted, some, spread
 from covmerge.files.tensors.describe import has_own_head
-from covmerge.plan.planning.align import Alignment, Model, align, check_same_architecture
+from covmerge.plan.planning.align import Alignment, align, check_same_architecture
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.recipe import Recipe
 from covmerge.plan.vocabulary.rows import rows_of
@@ -62,8 +63,8 @@ def check_headers(
     fitting: list[str] = []
     for name, model in experts.items():
         try:
-            check_same_architecture(base, name, model)
-            found = align(base, name, model, lenient(recipe).tensors, rules.chosen_use)
+            check_same_architecture(base, model)
+            found = align(base, model, lenient(recipe).tensors, rules.chosen_use)
         except InputError as error:
             findings.append(Finding(Severity.FAULT, str(error), name))
             continue

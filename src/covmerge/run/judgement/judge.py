@@ -26,7 +26,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.tensors.names import find_name
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.lapack import norm
-from covmerge.plan.planning.align import Model
+from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.types import Plan
 from covmerge.run.judgement.layers import LayerSums, block_of, layers_of, ranges
 from covmerge.run.judgement.settings import other_settings

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-from covmerge.base.errors import RecipeError
 from covmerge.base.identifiers import EXPERT_NAME, EXPERT_NAME_LENGTH
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import named
 from covmerge.plan.recipe.mergekit.mixtures import compile_moe, is_mergekit_moe
-from covmerge.plan.recipe.mergekit.models import (
-    KEYS,
-    Named,
-    Places,
-    Reference,
-    tokens_of,
-)
+from covmerge.plan.recipe.mergekit.models import KEYS, Named, Places, Reference, tokens_of
 from covmerge.plan.recipe.mergekit.parameters import own_weight, parameters
 from covmerge.plan.recipe.mergekit.pieces import Piece, Theirs, by_module, read_theirs
 from covmerge.plan.recipe.mergekit.reading import ImportLog, Part
@@ -44,9 +37,6 @@ def compile_mergekit(
 ) -> dict[str, Any]:
     """Return the covmerge recipe that does what a mergekit recipe says.
 
-    Raises:
-        RecipeError: something cannot be read, is unknown or is refused; the message has the next step.
-
     Example:
         >>> theirs = {
         ...     "merge_method": "linear",
@@ -67,7 +57,7 @@ def compile_mergekit(
         settings = [_by_module(theirs, settings)]
     alike = all(one == settings[0] for one in settings)
     found: dict[str, Any] = {
-        "base": theirs.base_path,
+        "base": theirs.start and theirs.places.located(theirs.start.model),
         "experts": {name: _expert(theirs, model) for model, name in theirs.models.items()},
         "method": theirs.method.ours,
         "parameters": {**_fixed(theirs), **(settings[0] if alike else {})},
@@ -143,7 +133,6 @@ def _fixed(theirs: Theirs) -> dict[str, Any]:
 
 
 def _dtypes(part: Part) -> dict[str, Any]:
-    """Return the settings for the dtypes of the computation and of the output."""
     dtype, stored = part.dtype("dtype"), part.dtype("out_dtype")
     found: dict[str, Any] = {}
     if dtype == "float64":
@@ -157,88 +146,72 @@ def _dtypes(part: Part) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Document:
-    """One recipe of the file."""
+class Stage:
+    """One recipe of the file; its output has a name for the other recipes, but for the last one."""
 
-    data: Any
-    origin: Origin
-    log: ImportLog
+    name: str | None
+    part: Part
 
-    @cached_property
-    def recipe(self) -> dict[str, Any]:
-        """The content of the recipe, without its name."""
-        data = self.data
+    @classmethod
+    def of(cls, data: Any, origin: Origin, log: ImportLog) -> Stage:
+        """Return the recipe of a document."""
+        given = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        part = Part({k: v for k, v in given.items() if k != "name"}, (), origin, log)
         if not isinstance(data, dict):
-            self.refuse("a document is no mapping; each is a recipe of mergekit's")
-        if "experts" in data:
-            self.refuse(
+            part.refuse("a document is no mapping; each is a recipe of mergekit's")
+        if "experts" in given:
+            part.refuse(
                 "several documents in a file are stages of mergekit-multi, which have no `experts`: give "
                 "each recipe a file, and merge one after the other",
                 "experts",
             )
-        return {k: v for k, v in cast("dict[str, Any]", data).items() if k != "name"}
-
-    @cached_property
-    def name(self) -> str | None:
-        """The name of its output for the other recipes, or None for the last recipe."""
-        data = cast("dict[str, Any]", self.data) if self.recipe else {}
-        if "name" not in data:
-            return None
-        name = data["name"]
+        if "name" not in given:
+            return cls(None, part)
+        name = given["name"]
         named = isinstance(name, str) and re.fullmatch(EXPERT_NAME, name)
         if not named or len(name) > EXPERT_NAME_LENGTH:
-            self.refuse(
+            part.refuse(
                 f"`name` is {shown(name)}, and a folder is called so: use up to {EXPERT_NAME_LENGTH} "
                 "letters, digits, '.', '_' or '-', and no '.' at the start",
                 "name",
             )
-        return name
+        return cls(name, part)
 
     @cached_property
     def sources(self) -> set[str]:
-        """The models that the recipe names."""
-        part = Part(self.recipe, (), self.origin, ImportLog(lenient=True))
+        part = replace(self.part, log=ImportLog(lenient=True))
         theirs = read_theirs(part, named(part), Places())
         found = {source.model for piece in theirs.pieces for source in piece.sources}
         found |= set() if theirs.base is None else {theirs.base}
         return {path for model in found for path in (model.model, model.lora) if path is not None}
 
-    def refuse(self, problem: str, *keys: str) -> NoReturn:
-        """Raise a RecipeError for this document."""
-        raise RecipeError(f"{self.origin.where(keys)}: {problem}")
 
-
-def in_order(documents: Sequence[Document]) -> list[Document]:
-    """Return the recipes so that each comes after those whose outputs it names, the unnamed one last.
-
-    Raises:
-        RecipeError: several have no name, a name is used twice, or recipes need each other.
-    """
-    stages: dict[str, Document] = {}
-    last: list[Document] = []
-    for document in documents:
-        if document.name is None:
-            last.append(document)
-        elif any(
-            document.name.casefold() == name.casefold() for name in stages
-        ):  # they would be one folder on many disks
-            document.refuse(f"the name {document.name!r} is taken by another document", "name")
+def in_order(documents: Sequence[Stage]) -> list[Stage]:
+    """Return the recipes so that each comes after those whose outputs it names, the unnamed one last."""
+    stages: dict[str, Stage] = {}
+    last: list[Stage] = []
+    for stage in documents:
+        if stage.name is None:
+            last.append(stage)
+        elif any(stage.name.casefold() == name.casefold() for name in stages):
+            # They would be one folder on many disks.
+            stage.part.refuse(f"the name {stage.name!r} is taken by another document", "name")
         else:
-            stages[document.name] = document
+            stages[stage.name] = stage
     if len(last) > 1:
-        documents[-1].refuse(
+        documents[-1].part.refuse(
             f"{len(last)} of the {len(documents)} documents have no `name`: one alone may be without, "
             "which makes the output"
         )
     return [stages[name] for name in _sorted(stages)] + last
 
 
-def _sorted(stages: dict[str, Document]) -> Iterable[str]:
+def _sorted(stages: dict[str, Stage]) -> Iterable[str]:
     needed = {name: sorted(stage.sources & stages.keys()) for name, stage in stages.items()}
     try:
         return list(TopologicalSorter(needed).static_order())
     except CycleError as error:
         round_trip = cast("list[str]", error.args[1])
-        stages[round_trip[0]].refuse(
+        stages[round_trip[0]].part.refuse(
             f"stages that need each other's output: {' → '.join(reversed(round_trip))}", "name"
         )

@@ -59,13 +59,15 @@ def compile_genome(
         log.notes.append(
             f"{origin.name}: {', '.join(scored)} say what mergekit scores; here the scorer does"
         )
-    values = _Values(method, given)
     base = [{"model": given["base_model"]}] if given.get("base_model") else []
     others = [model for model in base if model["model"] not in (m["model"] for m in models)]
     count = _groups(genome, places)
     if count == 1 or given.get("smooth"):
         merged: dict[str, Any] = {
-            "models": [*({**model, "parameters": values.of(count)} for model in models), *others]
+            "models": [
+                *({**model, "parameters": _values(method, given, count)} for model in models),
+                *others,
+            ]
         }
     else:
         step = int(given["layer_granularity"])
@@ -73,7 +75,10 @@ def compile_genome(
             "slices": [
                 {
                     "sources": [
-                        *({**model, **at, "parameters": values.of(1)} for model in models),
+                        *(
+                            {**model, **at, "parameters": _values(method, given, 1)}
+                            for model in models
+                        ),
                         *({**model, **at} for model in others),
                     ]
                 }
@@ -92,29 +97,20 @@ def compile_genome(
     }
 
 
-class _Values:
-    """The marked parameters of one model."""
+def _values(method: str, given: Mapping[str, Any], groups: int) -> dict[str, Any]:
+    """Return the marked parameters of one model."""
+    filters = cast("Sequence[object]", given.get("filters") or ())
 
-    def __init__(self, method: str, given: Mapping[str, Any]) -> None:
-        self._names = _SEARCHED[method]
-        self._filters = cast("Sequence[object]", given.get("filters") or ())
-        self._least = -1.0 if given.get("allow_negative_weights") else 0.0
-
-    def of(self, groups: int) -> dict[str, Any]:
-        return {name: self._filtered(name, groups) for name in self._names}
-
-    def _filtered(self, name: str, groups: int) -> Any:
-        if not self._filters:
-            return self._gradient(name, groups)
-        return [
-            *({"filter": text, "value": self._gradient(name, groups)} for text in self._filters),
-            {"value": self._gradient(name, groups)},
-        ]
-
-    def _gradient(self, name: str, groups: int) -> Any:
-        least = self._least if name == "weight" else 0.0
+    def marked(name: str) -> Any:
+        least = -1.0 if name == "weight" and given.get("allow_negative_weights") else 0.0
         marks = [{SEARCH: [least, 1.0]} for _ in range(groups)]
         return marks if groups > 1 else marks[0]
+
+    def filtered(name: str) -> Any:
+        entries = ({"filter": text, "value": marked(name)} for text in filters)
+        return [*entries, {"value": marked(name)}] if filters else marked(name)
+
+    return {name: filtered(name) for name in _SEARCHED[method]}
 
 
 def _models(genome: Part) -> Iterator[Part]:

@@ -15,18 +15,12 @@ from covmerge.plan.recipe.mergekit.reading import Part, as_number, as_switch, as
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a mergekit method.
+    """A parameter of a mergekit method."""
 
-    Attributes:
-        ours: its name in covmerge; None: it is accepted, but changes nothing.
-        default: mergekit's default; `REQUIRED`: the recipe must give a value.
-    """
-
-    ours: str | None
-    default: Any
+    ours: str | None  # its name in covmerge; None: it is accepted, but changes nothing
+    default: Any  # mergekit's default; `REQUIRED`: the recipe must give a value
 
     def read(self, value: object) -> Any:
-        """Return one value of the parameter, read from the file."""
         if isinstance(self.default, bool):
             return as_switch(value)
         return as_whole(value) if isinstance(self.default, int) else as_number(value)
@@ -38,27 +32,20 @@ _INT8 = {"int8_mask": Parameter(None, False)}
 
 @dataclass(frozen=True)
 class TheirMethod:
-    """A method of mergekit 0.1.5.
+    """A method of mergekit 0.1.5."""
 
-    Attributes:
-        ours: the corresponding method of covmerge.
-        base: whether it needs a base, may have one, or merges the base as one more model.
-        shared: parameters with one value for all models.
-        each: parameters with a value for each model except the base.
-        fixed: values of covmerge's parameters that make the method behave like mergekit's.
-        experts: the fewest and the most models besides the base.
-        around: whether angles are measured from the base, if there is one.
-        ordered: whether it draws random numbers from one stream, as mergekit does.
-    """
-
-    ours: str
+    ours: str  # the corresponding method of covmerge
+    # Whether it needs a base, may have one, or merges the base as one more model.
     base: Literal["required", "optional", "one_more"] = "required"
+    # Parameters with one value for all models.
     shared: Mapping[str, Parameter] = field(default_factory=dict[str, Parameter])
+    # Parameters with a value for each model except the base.
     each: Mapping[str, Parameter] = field(default_factory=dict[str, Parameter])
+    # Values of covmerge's parameters that make the method behave like mergekit's.
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    experts: tuple[int, int | None] = (1, None)
-    around: bool = False
-    ordered: bool = False
+    experts: tuple[int, int | None] = (1, None)  # the fewest and the most models besides the base
+    around: bool = False  # whether angles are measured from the base, if there is one
+    ordered: bool = False  # whether it draws random numbers from one stream, as mergekit does
 
     def __post_init__(self) -> None:
         """Add the parameters that recipes give to every method and that change no number."""

@@ -24,17 +24,11 @@ _MODES = {
 
 @dataclass(frozen=True)
 class _Theirs:
-    """An output format of mergekit-moe, and the covmerge architectures that make the same model.
+    """An output format of mergekit-moe, and the covmerge architectures that make the same model."""
 
-    Attributes:
-        alone: the architecture without a shared expert; None: the format needs one.
-        beside: the architecture with a shared expert; None: the format has none.
-        gated: whether the shared expert has a gate.
-    """
-
-    alone: str | None
-    beside: str | None = None
-    gated: bool = False
+    alone: str | None  # the architecture without a shared expert; None: the format needs one
+    beside: str | None = None  # the architecture with a shared expert; None: the format has none
+    gated: bool = False  # whether the shared expert has a gate
 
 
 # mergekit uses the first format that a file fits, in this order. Its DeepSeek is the first

@@ -21,32 +21,20 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, with an adapter of it or without one.
-
-    Attributes:
-        model: a path, or org/name@revision.
-        lora: the adapter's path, or org/name@revision.
-    """
+    """A model, with an adapter of it or without one; each is a path, or org/name@revision."""
 
     model: str
     lora: str | None = None
 
     def __str__(self) -> str:
-        """Return the reference in mergekit's notation."""
         return self.model if self.lora is None else f"{self.model}+{self.lora}"
 
 
 def reference(part: Part, key: str) -> Reference:
-    """Return the model under a key, given as text or as a mapping.
-
-    Raises:
-        InputError: the reference is an address that may contain a secret; recipes are printed and
-            stored.
-    """
+    """Return the model under a key, given as text or as a mapping."""
     found = _reference(part, key)
-    for path in (found.model, found.lora):
-        if path is not None:
-            address_of(path)
+    for path in filter(None, (found.model, found.lora)):
+        address_of(path)  # raises for what may contain a secret: recipes are printed and stored
     return found
 
 
@@ -129,7 +117,6 @@ def _of_text(part: Part, key: str, text: str) -> Reference:
 
 
 def _existing(text: str, folder: Path) -> Path | None:
-    """Return the path if something exists there, else None."""
     with suppress(OSError, RuntimeError, ValueError):  # too long, an unknown home folder, a NUL
         path = folder / Path(text).expanduser()
         if path.exists():
@@ -177,11 +164,6 @@ class Named:
         return self.called(self.base or next(iter(self.models))) or BASE
 
 
-def asks_for_tokens(part: Part) -> bool:
-    """Return whether a recipe has any of these keys."""
-    return any(part.data.get(key) is not None for key in KEYS)
-
-
 def tokens_of(part: Part, named: Named) -> dict[str, Any]:
     """Return `tokenizer` and `chat_template` for covmerge's recipe, if mergekit's recipe has them."""
     found: dict[str, Any] = {}
@@ -195,7 +177,8 @@ def tokens_of(part: Part, named: Named) -> dict[str, Any]:
         found["tokenizer"] = {"source": _source(part, "tokenizer_source", named)}
     template: object = part.data.get("chat_template")
     if template is not None:
-        if not isinstance(template, str) or not _is_template(template):
+        jinja = isinstance(template, str) and len(template) >= 20 and "{" in template
+        if not jinja and template not in (AUTO, *TEMPLATES):
             part.refuse(
                 f"chat_template is {shown(template)}; it is {AUTO}, one of {', '.join(TEMPLATES)}, or "
                 "Jinja",
@@ -203,10 +186,6 @@ def tokens_of(part: Part, named: Named) -> dict[str, Any]:
             )
         found["chat_template"] = template
     return found
-
-
-def _is_template(text: str) -> bool:
-    return text in (AUTO, *TEMPLATES) or (len(text) >= 20 and "{" in text)
 
 
 def _rules(part: Part, named: Named) -> dict[str, Any]:
@@ -245,7 +224,6 @@ def _model(part: Part, key: str, named: Named) -> str:
 
 
 def _row(part: Part, named: Named) -> dict[str, Any]:
-    """Return the rule for a token's row."""
     part.check_keys(("source", "force"))
     force = {"force": True} if part.data.get("force") else {}
     given: object = part.data.get("source")

@@ -39,7 +39,7 @@ def setting(
         places: the `parameters` of model, slice and recipe, in this order.
         default: the value if the recipe gives none; `REQUIRED`: that is an error.
         whose: the method or model that has the parameter, for errors.
-        read: function that converts the file's value; raises ValueError that says what it should be.
+        read: converts the file's value, or raises ValueError that says what it should be.
         of_model: whether each model may have its own value.
     """
     entries: list[dict[str, Any]] = []
@@ -64,15 +64,6 @@ def setting(
     return _by_name(entries, default)
 
 
-def filters(part: Part, parameter: str) -> Iterator[str]:
-    """Yield the texts of a parameter's filters."""
-    for entry in _listed(part.data.get(parameter)):
-        if isinstance(entry, Mapping):
-            mapping = cast("Mapping[str, object]", entry)
-            if isinstance(mapping.get("filter"), str):
-                yield str(mapping["filter"])
-
-
 def _by_name(entries: Sequence[dict[str, Any]], otherwise: Any) -> Any:
     return {BY_NAME: [*entries, {"value": otherwise}]} if entries else otherwise
 
@@ -90,12 +81,8 @@ def _conditions(part: Part, parameter: str, read: Read) -> Iterator[tuple[str | 
                 f"`{parameter}` has {shown(entry)} beside filters; write {{value: {shown(entry)}}}",
                 parameter,
             )
-        condition = Part(
-            cast("Mapping[str, Any]", entry),
-            (*part.path, parameter, number),
-            part.origin,
-            part.log,
-        )
+        mapping, place = cast("Mapping[str, Any]", entry), (*part.path, parameter, number)
+        condition = Part(mapping, place, part.origin, part.log)
         condition.check_keys(("filter", "value"))
         if "value" not in condition.data:
             condition.refuse(f"a filter of `{parameter}` has no `value`")
@@ -143,11 +130,7 @@ _OF_A_LAYER = re.compile(r"(^|\.)\d")  # matches in "layers.1" and "1.mlp", but 
 
 
 def parameters(theirs: Theirs, piece: Piece) -> dict[str, Any]:
-    """Return all of the method's parameters for a piece.
-
-    Raises:
-        RecipeError: a parameter is unknown to the method, is in the wrong place, or is missing.
-    """
+    """Return all of the method's parameters for a piece."""
     around = theirs.around(piece)
     if not theirs.is_theirs:
         return _of_ours(theirs, piece, around)
@@ -268,8 +251,10 @@ def _say_no_weight(theirs: Theirs) -> None:
 
 def _check_filters(part: Part, key: str) -> None:
     """Raise if a filter has a layer number of the source, because names here are the output's."""
-    for text in filters(part, key):
-        if _OF_A_LAYER.search(text):
+    for entry in _listed(part.data.get(key)):
+        mapping = cast("Mapping[str, object]", entry)
+        text = mapping.get("filter") if isinstance(entry, Mapping) else None
+        if isinstance(text, str) and _OF_A_LAYER.search(text):
             part.refuse(
                 f"the filter {text!r} has a number, which in mergekit is that of the source's layer, and "
                 "here names are the output's, where that layer has another: write a slice for it",

@@ -12,10 +12,10 @@ from typing import Any, cast
 from covmerge.base.text import shown
 from covmerge.plan.recipe.mergekit.methods import METHODS, TheirMethod
 from covmerge.plan.recipe.mergekit.models import (
+    KEYS,
     RESERVED,
     Places,
     Reference,
-    asks_for_tokens,
     names_of,
     reference,
 )
@@ -52,27 +52,14 @@ _BESIDE = {
 def by_module(part: Part, values: Mapping[str, Any], elsewhere: Any) -> Any:
     """Return modules' values as one value: a plain one if all are equal, else one by name.
 
-    Args:
-        part: the recipe, for errors.
-        values: values by module; a list has one value for each model.
-        elsewhere: the value for tensors of modules that the recipe omits; None: any value will do.
-
-    Raises:
-        RecipeError: a value already depends on names.
+    A list has one value for each model. Tensors of modules that the recipe omits have the value
+    `elsewhere`; None: any value will do.
     """
-    of_each = {
-        name: cast("list[Any]", value) for name, value in values.items() if isinstance(value, list)
-    }
-    if of_each:
-        places = range(len(next(iter(of_each.values()))))
-        return [
-            by_module(
-                part,
-                {n: of_each[n][i] if n in of_each else value for n, value in values.items()},
-                elsewhere,
-            )
-            for i in places
-        ]
+    lists = {n: cast("list[Any]", value) for n, value in values.items() if isinstance(value, list)}
+    if lists:
+        each = zip(*lists.values(), strict=True)
+        alike = ({**values, **dict(zip(lists, one, strict=True))} for one in each)
+        return [by_module(part, one, elsewhere) for one in alike]
     if any(is_varied(value) and BY_NAME in value for value in values.values()):
         part.refuse(
             "filters beside several modules: leave them out, print the recipe (`covmerge import-mergekit`) "
@@ -116,21 +103,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Piece:
-    """Models that are merged together; without slices, `part` is empty.
+    """Models that are merged together, of a slice or of all layers."""
 
-    Attributes:
-        part: the slice.
-        sources: its models.
-        start: number of its first layer in the output.
-        module: its module; None: there are no modules, or only one.
-        outer: the parts between the slice and the recipe.
-    """
-
-    part: Part
+    part: Part  # the slice, or an empty one
     sources: Sequence[Source]
-    start: int = 0
-    module: str | None = None
-    outer: Sequence[Part] = ()
+    start: int = 0  # number of its first layer in the output
+    module: str | None = None  # None: there are no modules, or only one
+    outer: Sequence[Part] = ()  # between the slice and the recipe
 
     @property
     def renumbers(self) -> bool:
@@ -140,21 +119,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Theirs:
-    """A mergekit recipe after reading: its method, its base and its pieces.
-
-    Attributes:
-        part: the whole recipe.
-        method: the corresponding method.
-        places: the places where models are searched.
-        base: the recipe's `base_model`.
-        pieces: the slices; for a recipe with `models`, one piece without layers.
-    """
+    """A mergekit recipe after reading."""
 
     part: Part
     method: TheirMethod
     places: Places
     base: Reference | None
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # slices or modules; for a recipe with `models`, one without layers
 
     @property
     def name(self) -> str:
@@ -163,12 +134,10 @@ class Theirs:
 
     @property
     def is_theirs(self) -> bool:
-        """Whether the method is one of mergekit's."""
         return self.name in METHODS
 
     @property
     def sliced(self) -> bool:
-        """Whether the recipe has slices."""
         return self.pieces[0].sources[0].layers is not None
 
     @property
@@ -190,7 +159,8 @@ class Theirs:
         """All models that are merged, with their names."""
         merged = [[s.model for s in self.merged(piece)] for piece in self.pieces]
         every = self._in_order(merged) if self.modular else [m for one in merged for m in one]
-        return names_of(every, RESERVED if asks_for_tokens(self.part) else ())
+        of_tokens = any(self.part.data.get(key) is not None for key in KEYS)
+        return names_of(every, RESERVED if of_tokens else ())
 
     def _in_order(self, merged: Sequence[Sequence[Reference]]) -> list[Reference]:
         """Return an order that fits all modules; it affects rounding and the random numbers drawn."""
@@ -208,11 +178,7 @@ class Theirs:
 
     @cached_property
     def start(self) -> Reference | None:
-        """The base of covmerge's recipe: mergekit's base, or else the model that adapters belong to.
-
-        Raises:
-            RecipeError: adapters belong to several models, or the base has an adapter.
-        """
+        """The base of covmerge's recipe: mergekit's base, or else the model that adapters belong to."""
         adapted = {model.model for model in self.models if model.lora is not None}
         if self.base is not None:
             adapted.add(self.base.model)
@@ -230,11 +196,6 @@ class Theirs:
             )
         return Reference(adapted.pop()) if adapted else None
 
-    @property
-    def base_path(self) -> str | None:
-        """Path or address of the base of covmerge's recipe."""
-        return None if self.start is None else self.places.located(self.start.model)
-
 
 def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
     """Read models, slices or modules, and check their number against what the method needs."""
@@ -248,11 +209,7 @@ def read_theirs(part: Part, method: TheirMethod, places: Places) -> Theirs:
 
 
 def _base(part: Part, way: str) -> Reference | None:
-    """Return the recipe's base, which slices may repeat, or name if the recipe does not.
-
-    Raises:
-        RecipeError: slices have different bases, or only some of them have one.
-    """
+    """Return the recipe's base, which slices may repeat, or name if the recipe does not."""
     said = None if part.data.get("base_model") is None else reference(part, "base_model")
     modules = part.part("modules")
     places = [part] if way == "slices" else [modules.part(name) for name in modules.data]
@@ -302,11 +259,9 @@ def _modules(part: Part, base: Reference | None) -> list[Piece]:
                 "model's own layers",
                 "slices",
             )
-        outer = (module,)
-        found += [
-            replace(piece, module=None if whole else str(name), outer=outer)
-            for piece in _pieces(module, base, way)
-        ]
+        called = None if whole else str(name)
+        pieces = _pieces(module, base, way)
+        found += [replace(piece, module=called, outer=(module,)) for piece in pieces]
     return found
 
 
@@ -371,9 +326,6 @@ def _check(theirs: Theirs, piece: Piece) -> None:
 
 
 def _range(value: object) -> tuple[int, int] | None:
-    if not isinstance(value, list) or len(cast("list[object]", value)) != 2:
-        return None
-    first, end = map(unquoted, cast("list[object]", value))
-    if isinstance(first, bool) or isinstance(end, bool):
-        return None
-    return (first, end) if isinstance(first, int) and isinstance(end, int) else None
+    ends = [unquoted(end) for end in cast("list[object]", value)] if isinstance(value, list) else []
+    whole = [end for end in ends if isinstance(end, int) and not isinstance(end, bool)]
+    return (whole[0], whole[1]) if len(ends) == len(whole) == 2 else None

@@ -24,18 +24,13 @@ def is_mergekit(keys: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class ImportLog:
-    """How strictly a recipe is read, and messages about it.
+    """How strictly a recipe is read, and messages about it."""
 
-    Attributes:
-        lenient: whether unknown keys and parameters are left out with a warning; mergekit leaves
-            them out without one.
-        warnings: messages about what was left out.
-        notes: other notes for the reader.
-    """
-
+    # Whether unknown keys and parameters are left out with a warning; mergekit leaves them out
+    # without one.
     lenient: bool = False
-    warnings: list[str] = field(default_factory=list[str])
-    notes: list[str] = field(default_factory=list[str])
+    warnings: list[str] = field(default_factory=list[str])  # messages about what was left out
+    notes: list[str] = field(default_factory=list[str])  # other notes for the reader
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,6 @@ class Part:
         )
 
     def check_keys(self, known: Collection[str]) -> None:
-        """Refuse or leave out unknown keys."""
         for key in self.data:
             if key not in known:
                 self.leave_out(f"unknown key {key!r}.{did_you_mean(key, known)}", key)
@@ -83,7 +77,6 @@ class Part:
         return [self._below(entry, key, number) for number, entry in enumerate(entries)]
 
     def dtype(self, key: str) -> str | None:
-        """Return the name of the dtype under a key, or None."""
         value = self.data.get(key)
         if value is None:
             return None
@@ -106,10 +99,7 @@ _TRUE, _FALSE = ("true", "yes", "on", "t", "y"), ("false", "no", "off", "f", "n"
 
 
 def as_number(value: object) -> int | float:
-    """Return a number, which may be in quotes.
-
-    Raises:
-        ValueError: it is no number, or not finite.
+    """Return a number, which may be in quotes, or raise ValueError.
 
     Example:
         >>> as_number("1e-1")
@@ -122,10 +112,7 @@ def as_number(value: object) -> int | float:
 
 
 def as_whole(value: object) -> int:
-    """Return a whole number; 10.0 counts as 10.
-
-    Raises:
-        ValueError: it is no whole number.
+    """Return a whole number, or raise ValueError; 10.0 counts as 10.
 
     Example:
         >>> as_whole(10.0), as_whole("3")
@@ -138,10 +125,7 @@ def as_whole(value: object) -> int:
 
 
 def as_switch(value: object) -> bool:
-    """Return a truth value, given as true or false or as a word or number that mergekit accepts.
-
-    Raises:
-        ValueError: it is no truth value.
+    """Return a truth value, given as one or as a word or number that mergekit takes; else raise ValueError.
 
     Example:
         >>> as_switch(True), as_switch("off"), as_switch(1)
@@ -157,10 +141,7 @@ def as_switch(value: object) -> bool:
 
 
 def as_finite(value: object) -> object:
-    """Return a value without its quotes, if it is then a number or a truth value.
-
-    Raises:
-        ValueError: it is a number that is not finite.
+    """Return a value without quotes if it is then a number or truth value; Inf and NaN raise ValueError.
 
     Example:
         >>> as_finite("2"), as_finite("bfloat16")
