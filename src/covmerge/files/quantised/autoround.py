@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from covmerge.files.quantised import awq, compressed_tensors, gptq
+from covmerge.files.quantised import compressed_tensors, gptq
 from covmerge.files.quantised.packed import Format, Found, Stored
 
 _AWQ, _COMPRESSED = "auto_round:auto_awq", "auto_round:llm_compressor"
@@ -35,13 +35,13 @@ def find(stored: Stored) -> Found:
     stored.setting("act_bits", 16, 32, None)
     settings = {key: stored.settings.get(key) for key in ("quant_method", "bits", "group_size")}
     if packing == _AWQ:
-        found = awq.find(replace(stored, settings=settings))
+        found = gptq.find_awq(replace(stored, settings=settings))
     else:
         own = stored.settings.get("extra_config")
         settings["format"] = _VERSIONS[packing]
         settings["dynamic"] = own and {"extra_config": {"bits": None}}
-        found = gptq.find(replace(stored, settings=settings))
+        found = gptq.find_gptq(replace(stored, settings=settings))
     return replace(found, said=f"AutoRound, {found.said}")
 
 
-FORMAT = Format(("auto-round",), find, parts=(*gptq.FORMAT.parts, "weight_packed"))
+AUTOROUND = Format(("auto-round",), find, parts=(*gptq.GPTQ.parts, "weight_packed"))

@@ -21,7 +21,8 @@ import torch
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised import packed_integers
-from covmerge.files.quantised.fp8 import (
+from covmerge.files.quantised.packed import SMALLEST, Format, Found, Stored
+from covmerge.files.quantised.scaled import (
     EXPONENTS,
     FLOAT8,
     MXFP4,
@@ -31,7 +32,6 @@ from covmerge.files.quantised.fp8 import (
     ROW,
     TENSOR,
     Block,
-    GlobalScale,
     Numbers,
     Scaled,
     as_block,
@@ -39,7 +39,6 @@ from covmerge.files.quantised.fp8 import (
     of_activations,
     scaled,
 )
-from covmerge.files.quantised.packed import SMALLEST, Format, Found, Packed, Stored
 
 _FORMATS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
@@ -68,10 +67,9 @@ def find(stored: Stored) -> Found:
     }
     small = [_small(stored, schemes, name, packed) for name, packed in bytes_of.items()]
     known = {tensor.header.name for tensor in (*integers, *small)}
-    scales = [name for name in headers if name.endswith(f".weight{_SCALE}")]
-    names = [name.removesuffix(_SCALE) for name in scales]
+    names = [f"{module}.weight" for module in stored.modules(f".weight{_SCALE}")]
     plain = [_weight(stored, schemes, name) for name in names if name not in known]
-    tensors: tuple[Packed, ...] = (*integers, *small, *plain)
+    tensors = (*integers, *small, *plain)
     said = [*packed_integers.said(integers), *_said(headers, [*small, *plain])]
     return Found(tensors, f"compressed-tensors, {' and '.join(said)}", of_activations(stored))
 
@@ -115,8 +113,8 @@ def _small(stored: Stored, schemes: Schemes, name: str, packed: str) -> Scaled:
         stored.refuse(
             f"'{zeros}' is there, where symmetric numbers of {numbers.bits} bits can be read"
         )
-    whole = GlobalScale(f"{name}_global_scale", divides=True) if numbers is NVFP4 else None
-    return scaled(stored, packed, scale.name, numbers, plain=name, whole=whole)
+    whole = f"{name}_global_scale" if numbers is NVFP4 else None
+    return scaled(stored, packed, scale.name, numbers, plain=name, whole=whole, divides=True)
 
 
 def _columns(packed: TensorHeader, bits: int) -> int:
@@ -233,7 +231,7 @@ def _blocks(stored: Stored, scheme: dict[str, Any]) -> list[Block]:
     return [*whole, *([as_block(stored, block)] if blocks else [])]
 
 
-FORMAT = Format(
+COMPRESSED = Format(
     ("compressed-tensors",),
     find,
     parts=(

@@ -10,64 +10,24 @@ is the group of each input, if activation ordering mixes them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.quantised.gptq import said_of_groups
-from covmerge.files.quantised.integers import WORD, Mixed, in_a_row, of_inputs, run_of
-from covmerge.files.quantised.packed import SMALLEST, ByRows, Read, Stored
+from covmerge.files.quantised.integers import WORD, Mixed
+from covmerge.files.quantised.packed import SMALLEST, Stored
+from covmerge.files.quantised.scaled import WIDE, Scaled
 
 _BITS = range(1, 9)
-_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _INT32 = (torch.int32,)
 _MIXED = "_g_idx"
 _UNSET = -1  # in the groups of a layer that was not calibrated
 
 
-@dataclass(frozen=True)
-class Words(ByRows):
-    """A matrix of integers times the scale of their group.
-
-    Attributes:
-        bits: bits of an integer.
-        group: number of inputs with one scale.
-        zeros: name of the zero points; None: there are none.
-        mixed: the stored group of each input; None: groups are in order.
-    """
-
-    bits: int
-    group: int
-    zeros: str | None = None
-    mixed: Mixed | None = None
-
-    def unpacked(self, rows: range, read: Read) -> Tensor:
-        numbers = in_a_row(read(self.stored[0], rows), self.bits)[:, : self.header.shape[1]].float()
-        if self.zeros is None:
-            numbers.sub_(2 ** (self.bits - 1))
-        else:
-            numbers.sub_(self._spread(self._zeros(rows, read), read))
-        return numbers.mul_(self._spread(read(self.stored[1], rows).float(), read))
-
-    def _zeros(self, rows: range, read: Read) -> Tensor:
-        """Return the zero points of some rows, with the same added offset as the integers."""
-        assert self.zeros is not None
-        held, high = run_of(self.bits)
-        runs = range(rows.start // held, -(-rows.stop // held))
-        count = -(-self.header.shape[0] * self.bits // WORD)
-        words = read(self.zeros, range(runs.start * high, min(runs.stop * high, count)))
-        first = rows.start - runs.start * held
-        return in_a_row(words.mT, self.bits).mT[first : first + len(rows)].float()
-
-    def _spread(self, value: Tensor, read: Read) -> Tensor:
-        return of_inputs(value, self.header.shape[1], self.group, self.mixed, read)
-
-
-def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, ...]:
+def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Scaled, ...]:
     """Return the layers with integers in `weight_packed`."""
     headers = stored.checkpoint.headers
     names = [n for n, h in headers.items() if n.endswith(".weight_packed") and h.dtype in _INT32]
@@ -88,9 +48,10 @@ def find(stored: Stored, schemes: Sequence[Mapping[str, Any]]) -> tuple[Words, .
     return tensors
 
 
-def said(tensors: Sequence[Words]) -> Iterator[str]:
+def said(tensors: Sequence[Scaled]) -> Iterator[str]:
     """Yield descriptions of the kinds of integers."""
-    kinds = {(t.bits, -1 if t.group == t.header.shape[1] else t.group) for t in tensors}
+    groups = ((one, one.block[1]) for one in tensors)
+    kinds = {(one.bits, -1 if size == one.header.shape[1] else size) for one, size in groups}
     for bits, group in sorted(kinds):
         yield f"INT{bits}, {said_of_groups(group)}"
 
@@ -117,14 +78,12 @@ def check_zeros(stored: Stored, schemes: Sequence[Mapping[str, Any]], name: str)
         stored.refuse(f"its weights are asymmetric, and '{name}' is missing")
 
 
-def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) -> Words:
+def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) -> Scaled:
     words, scale, shape, zeros = (
         f"{name}_{leaf}" for leaf in ("packed", "scale", "shape", "zero_point")
     )
-    packed = stored.part(words, _INT32).shape
-    if len(packed) != 2 or 0 in packed:
-        stored.refuse(f"'{words}' is {list(packed)}, where a matrix can be read")
-    grid = stored.part(scale, _SCALES).shape
+    packed = stored.matrix(words, _INT32)
+    grid = stored.part(scale, WIDE).shape
     stored.part(shape, (torch.int64, torch.int32), (2,))
     # For a model that is not local, the sizes follow from those of the scales.
     local = stored.checkpoint.folder is not None
@@ -152,7 +111,8 @@ def _weight(stored: Stored, name: str, sizes: Sequence[tuple[int, int | None]]) 
     mixed = mixed_of(stored, name, columns)
     parts = (*parts, mixed.name) if mixed is not None else parts
     header = TensorHeader(name, (packed[0], columns), stored.dtype)
-    return Words(header, parts, bits, group, zeros if has_zeros else None, mixed)
+    found = zeros if has_zeros else None
+    return Scaled(header, parts, (1, group), found, bits=bits, words=True, mixed=mixed)
 
 
 def mixed_of(stored: Stored, name: str, columns: int) -> Mixed | None:

@@ -21,9 +21,9 @@ from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf, mlx
 from covmerge.files.quantised.formats import FORMATS, PARTS
-from covmerge.files.quantised.fp8 import FLOAT4
 from covmerge.files.quantised.gguf_file import GgufSettings
 from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
+from covmerge.files.quantised.scaled import FLOAT4
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
 # Detection of packed weights in a checkpoint whose config does not declare them, so that their codes are

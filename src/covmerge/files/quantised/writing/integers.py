@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised import awq, gptq
-from covmerge.files.quantised.integers import WORD, Grouped, run_of
+from covmerge.files.quantised.gptq import Grouped
+from covmerge.files.quantised.integers import WORD, run_of
 from covmerge.files.quantised.packed import pieces
-from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.scaled import Scaled
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.files.quantised.writing.scaled import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
@@ -97,10 +97,10 @@ class ToWords:
         return words, scales, torch.tensor(self.shape, dtype=self.sizes)
 
 
-def of_words(packed: Words, headers: Mapping[str, TensorHeader]) -> Packing:
+def of_words(packed: Scaled, headers: Mapping[str, TensorHeader]) -> Packing:
     """Return the packing of a layer that is stored like a layer of a checkpoint."""
     words, scale, shape = (headers[name] for name in packed.stored)
-    rounding = Rounding(packed.bits, packed.group, scale.dtype, symmetric=True)
+    rounding = Rounding(packed.bits, packed.block[1], scale.dtype, symmetric=True)
     quantise = ToWords(rounding, packed.header.shape, shape.dtype)
     return Packing(packed, (Part(words), Part(scale), Part(shape, None)), quantise)
 
@@ -111,9 +111,8 @@ class ToGrouped:
 
     Attributes:
         rounding: how weights are rounded.
-        shifts: the places of numbers in a word, which are several outputs (AWQ); None: they are in order,
-            and are inputs of one output (GPTQ).
-        less: the number that is subtracted from z before it is stored.
+        shifts: as in `Grouped`.
+        less: as in `Grouped`.
         mixed: whether the group of each input is stored; groups are in order here.
     """
 
@@ -160,15 +159,9 @@ def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetri
         headers: headers of the stored tensors.
         symmetric: whether zero points are the middle of the range.
     """
-    by_gptq = isinstance(packed, gptq.Weight)
-    less = int(packed.less_one) if by_gptq else 0
     scales = headers[packed.stored[2]].dtype
-    quantise = ToGrouped(
-        Rounding(packed.bits, packed.group, scales, symmetric, least=less),
-        None if by_gptq else awq.SHIFTS,
-        less=less,
-        mixed=by_gptq and packed.mixed is not None,
-    )
+    rounding = Rounding(packed.bits, packed.group, scales, symmetric, least=packed.less)
+    quantise = ToGrouped(rounding, packed.shifts, packed.less, mixed=packed.mixed is not None)
     parts = tuple(Part(headers[name], None) for name in packed.stored)
     return Packing(packed, parts, quantise, whole=True)
 
