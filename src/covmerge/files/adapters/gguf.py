@@ -43,8 +43,7 @@ def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
     settings = (stored.config or {}).get(QUANTISATION)
     if not isinstance(settings, GgufSettings):
         return None
-    metadata = cast("Mapping[str, object]", settings["metadata"])
-    return settings if metadata.get("general.type") == "adapter" else None
+    return settings if settings.metadata.get("general.type") == "adapter" else None
 
 
 class GgufFactors(View):

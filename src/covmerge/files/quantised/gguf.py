@@ -29,7 +29,7 @@ from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.gguf_file import COUNT, GgufSettings
+from covmerge.files.quantised.gguf_file import COUNT, GgufSettings, block_of, gguf_package
 from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 
@@ -124,8 +124,7 @@ def find(stored: Stored) -> Found:
         stored.refuse(f"transformers' GGUF loader, by which it is read, is missing ({error})")
     assert isinstance(stored.settings, GgufSettings)
     settings = stored.settings
-    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-    types = cast("Mapping[str, str]", stored.settings["types"])
+    metadata, types = settings.metadata, settings.types
     architecture = metadata.get("general.architecture")
     made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
     # For other architectures nothing undoes the converter's changes, such as 1 more in norms of the first
@@ -138,7 +137,7 @@ def find(stored: Stored) -> Found:
             "it is a Falcon with several heads of keys, and nobody undoes the order in which llama.cpp's "
             "converter puts the rows of its query_key_value"
         )
-    config = _config(stored, loader)
+    config = _config(stored, settings, loader)
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
@@ -240,17 +239,18 @@ class _Outer:
         return ((name, _Outer(module, self._depth - 1)) for name, module in self._inside)
 
 
-def _config(stored: Stored, loader: Any) -> dict[str, Any]:
+def _config(stored: Stored, settings: GgufSettings, loader: Any) -> dict[str, Any]:
     """Return the config beside the file, or the one that transformers makes of its metadata."""
     transformers: Any = importlib.import_module("transformers")
     given = stored.checkpoint.config or {}
     config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
     try:
         if not config:
-            metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-            config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
-            config |= _left_out(metadata) | _of_other_parts(stored, config)
-            config |= _of_heads(metadata, transformers.AutoConfig.for_model(**config))
+            file = settings.file
+            path = None if file.store.folder is None else str(file.path)
+            config = loader.load_gguf_checkpoint(path)["config"]
+            config |= _left_out(settings.metadata) | _of_other_parts(stored, settings, config)
+            config |= _of_heads(settings.metadata, transformers.AutoConfig.for_model(**config))
         kind: Any = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # a stranger's metadata can make it fail in any way
         stored.refuse(
@@ -262,8 +262,8 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
         stored.refuse(
             f"{shorten(config.get('model_type'))} is no language model that transformers knows"
         )
-    settings = {key: value for key, value in config.items() if not key.startswith("_")}
-    return {"architectures": [model.__name__], **settings}
+    named = {key: value for key, value in config.items() if not key.startswith("_")}
+    return {"architectures": [model.__name__], **named}
 
 
 def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
@@ -279,16 +279,18 @@ def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
     return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
 
 
-def _of_other_parts(stored: Stored, config: Mapping[str, Json]) -> dict[str, Json]:
+def _of_other_parts(
+    stored: Stored, settings: GgufSettings, config: Mapping[str, Json]
+) -> dict[str, Json]:
     """Return what a config says of tensors; transformers' loader saw those of the first part alone."""
-    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-    architecture = metadata.get("general.architecture")
-    if metadata.get(COUNT, 0) in (0, 1) or architecture == "falcon":  # its head is always tied
+    architecture = settings.metadata.get("general.architecture")
+    if (
+        settings.metadata.get(COUNT, 0) in (0, 1) or architecture == "falcon"
+    ):  # its head is always tied
         return {}
     if architecture == "stablelm":  # more of its config follows from its tensors
         stored.refuse("transformers makes its config of the first part alone", _CONFIG)
-    types = cast("Mapping[str, str]", stored.settings["types"])
-    tied = config.get("tie_word_embeddings") and "output.weight" not in types
+    tied = config.get("tie_word_embeddings") and "output.weight" not in settings.types
     return {"tie_word_embeddings": bool(tied)}
 
 
@@ -319,7 +321,7 @@ def check_rope(model: Checkpoint) -> None:
     settings = None if model.quantisation is None else model.quantisation.settings
     if not isinstance(settings, GgufSettings):
         return
-    metadata = cast("Mapping[str, Json]", settings["metadata"])
+    metadata = settings.metadata
     key = f"{metadata.get('general.architecture')}.rope.scaling.type"
     found = [name for name in _OF_NO_PARAMETER if name in settings.tensors]
     found += [key] if metadata.get(key, "none") != "none" else []
@@ -458,13 +460,11 @@ def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[i
 
 def _sizes(stored: Stored, name: str, kind: str) -> tuple[int, int]:
     """Return the numbers and bytes of a block; 1 and 0 for plain numbers."""
-    package: Any = importlib.import_module("gguf")
     if stored.checkpoint.headers[name].dtype is not torch.uint8:
         return 1, 0
-    numbered = package.GGMLQuantizationType[kind]
-    block, size = package.GGML_QUANT_SIZES[numbered]
+    block, size = block_of(kind)
     try:
-        package.dequantize(np.zeros((1, size), dtype=np.uint8), numbered)
+        _dequantised(torch.zeros(1, size, dtype=torch.uint8), kind)
     except NotImplementedError:
         stored.refuse(f"'{name}' is {kind}, which gguf does not dequantise")
     return block, size
@@ -479,5 +479,5 @@ def _dequantised(rows: Tensor, kind: str) -> Values:
     """Return rows in float32, from plain numbers or from blocks."""
     if rows.dtype is not torch.uint8:
         return rows.float().numpy()
-    package: Any = importlib.import_module("gguf")
+    package = gguf_package()
     return package.dequantize(rows.numpy(), package.GGMLQuantizationType[kind])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -22,7 +22,7 @@ from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf, mlx
 from covmerge.files.quantised.formats import FORMATS, PARTS
 from covmerge.files.quantised.gguf_file import GgufSettings
-from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
+from covmerge.files.quantised.packed import Found, Stored, dtype_of, how_else
 from covmerge.files.quantised.scaled import FLOAT4
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
@@ -187,9 +187,7 @@ class Dequantised(View):
         self.quantisation: Quantisation | None = Quantisation(
             stored, self._packed, form.settings, found.unused
         )
-        self.headers = MappingProxyType(
-            {header.name: header for header in _plain_headers(form, found)}
-        )
+        self.headers = MappingProxyType(_plain_headers(form, found))
         turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
         for name in self._packed.keys() & set(turned):
             form.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
@@ -280,8 +278,8 @@ def _find(stored: Stored) -> Found:
     return found
 
 
-def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
-    """Return the headers of the plain tensors, in file order.
+def _plain_headers(stored: Stored, found: Found) -> dict[str, TensorHeader]:
+    """Return the headers of the plain tensors by name, in file order.
 
     Raises:
         CheckpointError: a name stands for two tensors, or parts of a packed tensor belong to no layer.
@@ -297,20 +295,9 @@ def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
         stored.refuse(
             f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
         )
-    return _in_order(headers.values(), owners, found.unused)
-
-
-def _in_order(
-    headers: Iterable[TensorHeader], owners: Mapping[str, Packed], unused: frozenset[str]
-) -> Iterator[TensorHeader]:
-    given: set[str] = set()
-    for header in headers:
-        if header.name in unused:
-            continue
-        plain = owners[header.name].header if header.name in owners else header
-        if plain.name not in given:
-            given.add(plain.name)
-            yield plain
+    used = (header for name, header in headers.items() if name not in found.unused)
+    plain = (owners[one.name].header if one.name in owners else one for one in used)
+    return {header.name: header for header in plain}
 
 
 def _owners(name: str) -> Iterator[str]:
