@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import CheckpointError
-from covmerge.files.adapters.layout import PREFIX
+from covmerge.files.adapters.layout import PREFIX, AsPeft
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.checkpoints.view import View
 
 ADAPTERHUB_NAMES = ("adapter.safetensors", "pytorch_adapter.bin")
 HEAD_NAMES = ("model_head.safetensors", "pytorch_model_head.bin")
@@ -62,38 +61,30 @@ def as_peft(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"peft_type": "IA3", "feedforward_modules": []}
 
 
-class PeftNames(View):
-    """Factors of AdapterHub's library under PEFT's names: A `(r, d_in)`, B `(d_out, r)`, l `(d_out, 1)`.
-
-    Args:
-        stored: the file.
-        fields: what `as_peft` returns.
-    """
-
-    def __init__(self, stored: Checkpoint, fields: Mapping[str, Any]) -> None:
-        ends = _PEFT_ENDS[fields["peft_type"]]
-        names: dict[str, str] = {}
-        rank = fields.get("r", 1)
-        for name, header in stored.headers.items():
-            match = _FACTOR.fullmatch(name)
-            end = ends.get(match[2]) if match else None
-            # The factors of a fused projection are the factors of its parts, stacked: its A has more rows.
-            known = (
-                len(header.shape) == 2 and header.shape[0 if end == ".lora_A.weight" else 1] == rank
+def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> AsPeft:
+    """Return the factors of a file as PEFT's, l `(d_out, 1)`; the fields are those of `as_peft`."""
+    ends = _PEFT_ENDS[fields["peft_type"]]
+    names: dict[str, str] = {}
+    rank = fields.get("r", 1)
+    for name, header in stored.headers.items():
+        match = _FACTOR.fullmatch(name)
+        end = ends.get(match[2]) if match else None
+        # The factors of a fused projection are the factors of its parts, stacked: its A has more rows.
+        axis = 0 if end == ".lora_A.weight" else 1
+        known = len(header.shape) == 2 and header.shape[axis] == rank
+        if match is None or end is None or not known:
+            raise CheckpointError(
+                f"{stored.source}: '{name}' of shape {list(header.shape)} is no factor of a layer of "
+                f"rank {rank}: {_FOLD}"
             )
-            if match is None or end is None or not known:
-                raise CheckpointError(
-                    f"{stored.source}: '{name}' of shape {list(header.shape)} is no factor of a layer of "
-                    f"rank {rank}: {_FOLD}"
-                )
-            to = f"{PREFIX}{match[1]}{end}"
-            if to in names:
-                raise CheckpointError(
-                    f"{stored.source} has both '{names[to]}' and '{name}', of two adapters: save each to a "
-                    "folder of its own, model.save_adapter(FOLDER, NAME)"
-                )
-            names[to] = name
-        super().__init__(stored, names)
+        to = f"{PREFIX}{match[1]}{end}"
+        if to in names:
+            raise CheckpointError(
+                f"{stored.source} has both '{names[to]}' and '{name}', of two adapters: save each to a "
+                "folder of its own, model.save_adapter(FOLDER, NAME)"
+            )
+        names[to] = name
+    return AsPeft(stored, names)
 
 
 def _refuse(where: str, name: str, value: object, step: str) -> NoReturn:

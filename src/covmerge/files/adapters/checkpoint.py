@@ -21,15 +21,15 @@ from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.adapters.adapterhub import (
     ADAPTERHUB_NAMES,
     HEAD_NAMES,
-    PeftNames,
+    adapterhub_factors,
     as_peft,
     is_of_adapterhub,
 )
 from covmerge.files.adapters.config import AdapterConfig
 from covmerge.files.adapters.folds import Folded, Folds
-from covmerge.files.adapters.gguf import GgufFactors, gguf_adapter, named_by_base
+from covmerge.files.adapters.gguf import gguf_adapter, gguf_factors, named_by_base
 from covmerge.files.adapters.layout import ADAPTER_NAME, DIFFUSERS_FORM, KOHYA_FORM, LORA_NAME
-from covmerge.files.adapters.mlx import MLX_NAME, TurnedFactors, is_full, peft_fields
+from covmerge.files.adapters.mlx import MLX_NAME, is_full, mlx_factors, peft_fields
 from covmerge.files.adapters.names import (
     Contents,
     Stacked,
@@ -238,11 +238,13 @@ class AdapterCheckpoint(View):
             CheckpointError: the base has no tensor for an update, or several.
         """
         if self._config is not None:
-            named = self._unwrapped(base, self._config)
+            contents = self._unwrapped(base, self._config)
+            updates = contents.updates
             if (architecture := self._config.architecture) is not None:
-                named = named._of_gguf(base, of_base or {}, architecture)
-            named = named._in_pieces(base, of_base)
-            return named if conv1d is None else named._oriented(conv1d)
+                updates = named_by_base(updates, base, of_base or {}, architecture, self.source)
+            if conv1d is not None:
+                updates = {name: oriented(update, conv1d) for name, update in updates.items()}
+            return self._in_pieces(replace(contents, updates=updates), base, of_base)
         changes = (*self._contents.updates.values(), *self._contents.folded.values())
         found, missing = updates_of_base(changes, base, self.source, folders)
         updates = {n: update for n, update in found.items() if isinstance(update, Update)}
@@ -251,8 +253,7 @@ class AdapterCheckpoint(View):
             f"{self.source}: {count} updates of {part} are of another base, and were left aside"
             for part, count in missing.items()
         )
-        contents = Contents(updates, self._contents.replaced, folded=folded)
-        return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
+        return self._with(Contents(updates, self._contents.replaced, folded=folded), *notes)
 
     def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:
         """Return this adapter, which was made on a part of the base, with the base's names.
@@ -262,8 +263,7 @@ class AdapterCheckpoint(View):
             root: what begins the base's names of the part.
             note: a note for the user.
         """
-        contents = self._contents.renamed(names, root)
-        return AdapterCheckpoint(self._stored, contents, self._config, (*self._notes, note))
+        return self._with(self._contents.renamed(names, root), note)
 
     def over(
         self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
@@ -348,9 +348,14 @@ class AdapterCheckpoint(View):
             )
         return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
 
-    def _unwrapped(
-        self, base: Mapping[str, TensorHeader], config: AdapterConfig
+    def _with(
+        self, contents: Contents, *notes: str, stored: Checkpoint | None = None
     ) -> AdapterCheckpoint:
+        """Return this adapter with other contents, and with more notes."""
+        of = stored or self._stored
+        return AdapterCheckpoint(of, contents, self._config, (*self._notes, *notes))
+
+    def _unwrapped(self, base: Mapping[str, TensorHeader], config: AdapterConfig) -> Contents:
         contents = self._contents
         root = contents.root
         part = {n.removeprefix(root): h for n, h in base.items() if n.startswith(root)}
@@ -360,30 +365,23 @@ class AdapterCheckpoint(View):
                 f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "
                 "damaged, fetch it again"
             )
-        found = replace(contents, updates={**contents.updates, **updates}, wrapped=wrapped)
-        return AdapterCheckpoint(self._stored, found, config, self._notes)
-
-    def _of_gguf(
-        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any], architecture: str
-    ) -> AdapterCheckpoint:
-        contents = self._contents
-        found = named_by_base(contents.updates, base, of_base, architecture, self.source)
-        return AdapterCheckpoint(
-            self._stored, replace(contents, updates=found), self._config, self._notes
-        )
+        return replace(contents, updates={**contents.updates, **updates}, wrapped=wrapped)
 
     def _in_pieces(
-        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any] | None
+        self,
+        contents: Contents,
+        base: Mapping[str, TensorHeader],
+        of_base: Mapping[str, Any] | None,
     ) -> AdapterCheckpoint:
         """Split whole trained tensors as in the base's files; transformers joins some in memory."""
-        replaced, headers = self._contents.replaced, self._stored.headers
+        replaced, headers = contents.replaced, self._stored.headers
         shapes = {name: headers[stored].shape for name, stored in replaced.items()}
         found, by = converted(
             shapes, {name: header.shape for name, header in base.items()}, of_base
         )
         made = {name: one for name, one in found.items() if not isinstance(one, StoredTensor)}
         if not made:
-            return self
+            return self._with(contents)
         whole = {*replaced.values()}
         others = [name for name in headers if name not in whole]
         name = next(iter(made))
@@ -393,13 +391,7 @@ class AdapterCheckpoint(View):
         )
         pieces = Assembled(View(self._stored, {n: n for n in others} | dict(replaced)), made)
         held = {name: name for name in pieces.headers if name not in headers or name in replaced}
-        contents = replace(self._contents, replaced=held)
-        return AdapterCheckpoint(pieces, contents, self._config, (*self._notes, note))
-
-    def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
-        updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
-        found = replace(self._contents, updates=updates)
-        return AdapterCheckpoint(self._stored, found, self._config, self._notes)
+        return self._with(replace(contents, replaced=held), note, stored=pieces)
 
     def _update(self, name: str) -> Update:
         if name in self._contents.wrapped or name in self.folds.missing:
@@ -534,7 +526,8 @@ def open_adapter_file(
         return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
     stored = stored_as(open_file(source, file))
     if (settings := gguf_adapter(stored)) is not None:
-        return _open_gguf(source, GgufFactors(stored, settings))
+        factors, config = gguf_factors(stored, settings)
+        return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
     if not looks_like_adapter(stored.headers):
         return stored
     alpha = next((name for name in stored.headers if name.endswith(".alpha")), None)
@@ -547,11 +540,6 @@ def open_adapter_file(
     notes = () if alpha is not None or of_parts else (_without_scale(file),)
     contents = read_names(stored.headers, None, source, of_parts)
     return AdapterCheckpoint(stored, contents, None, notes)
-
-
-def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
-    config = AdapterConfig(source, factors.fields, architecture=factors.architecture)
-    return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
 
 
 def open_adapter_memory(
@@ -654,9 +642,9 @@ def _open(
     modules = open_modules(store, names)
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
     if of_mlx and not whole:
-        stored = TurnedFactors(stored, config.rank(""))
+        stored = mlx_factors(stored, config.rank(""))
     if of_adapterhub:
-        stored = PeftNames(stored, fields)
+        stored = adapterhub_factors(stored, fields)
     return _as_adapter(stored, config, str(store), whole=whole, notes=notes)
 
 

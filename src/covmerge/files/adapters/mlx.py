@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn, cast
-
-from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.adapters.layout import PREFIX
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.adapters.layout import PREFIX, AsPeft
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.checkpoints.view import View
 
 MLX_NAME = "adapters.safetensors"
 _PEFT_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
@@ -28,24 +24,12 @@ _FUSE = (
 )
 
 
-class TurnedFactors(View):
-    """mlx-lm's factors under PEFT's names and in PEFT's orientation, A `(r, d_in)`, B `(d_out, r)`."""
-
-    def __init__(self, stored: Checkpoint, rank: int) -> None:
-        super().__init__(stored)
-        self._names = {
-            _peft_name(h, rank, stored.source): name for name, h in stored.headers.items()
-        }
-        self.headers = MappingProxyType(
-            {name: _turned(name, stored.headers[old]) for name, old in self._names.items()}
-        )
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        header = find_header(self.headers, name, rows, self.source)
-        rows = range(header.shape[0]) if rows is None else rows
-        value = self._stored.read(self._names[name])
-        turned = value if _is_of_table(self._names[name]) or value.dim() < 2 else value.T
-        return turned[rows.start : rows.stop].clone()
+def mlx_factors(stored: Checkpoint, rank: int) -> AsPeft:
+    """Return mlx-lm's factors as PEFT's; those of layers are stored transposed."""
+    headers = stored.headers
+    names = {_peft_name(header, rank, stored.source): name for name, header in headers.items()}
+    matrices = {new for new, old in names.items() if len(headers[old].shape) == 2}
+    return AsPeft(stored, names, {n for n in matrices if not _is_of_table(names[n])})
 
 
 def peft_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,11 +88,6 @@ def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
 
 def _is_of_table(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in _TABLES
-
-
-def _turned(name: str, stored: TensorHeader) -> TensorHeader:
-    shape = stored.shape if _is_of_table(stored.name) else stored.shape[::-1]
-    return TensorHeader(name, shape, stored.dtype)
 
 
 def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:
