@@ -18,18 +18,10 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank, TensorHeader
-from covmerge.files.adapters.adapterhub import (
-    ADAPTERHUB_NAMES,
-    HEAD_NAMES,
-    adapterhub_factors,
-    as_peft,
-    is_of_adapterhub,
-)
 from covmerge.files.adapters.config import AdapterConfig
 from covmerge.files.adapters.folds import Folded, Folds
 from covmerge.files.adapters.gguf import gguf_adapter, gguf_factors, named_by_base
 from covmerge.files.adapters.layout import ADAPTER_NAME, DIFFUSERS_FORM, KOHYA_FORM, LORA_NAME
-from covmerge.files.adapters.mlx import MLX_NAME, is_full, mlx_factors, peft_fields
 from covmerge.files.adapters.names import (
     Contents,
     Stacked,
@@ -38,6 +30,17 @@ from covmerge.files.adapters.names import (
     oriented,
     read_names,
     wider,
+)
+from covmerge.files.adapters.other_libraries import (
+    ADAPTERHUB_NAMES,
+    HEAD_NAMES,
+    MLX_NAME,
+    adapterhub_factors,
+    adapterhub_fields,
+    is_full_mlx,
+    is_of_adapterhub,
+    mlx_factors,
+    mlx_fields,
 )
 from covmerge.files.adapters.parameters import find_parameters
 from covmerge.files.adapters.parts import updates_of_base
@@ -626,12 +629,12 @@ def _open(
     fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
     of_mlx, of_adapterhub = weights == MLX_NAME, is_of_adapterhub(fields)
     if of_adapterhub:
-        fields = as_peft(source, fields)
+        fields = adapterhub_fields(source, fields)
         notes += tuple(
             f"{store}: the head {name} was not read" for name in HEAD_NAMES if name in names
         )
-    config = AdapterConfig(source, peft_fields(source, fields) if of_mlx else fields, of_mlx)
-    whole = of_mlx and is_full(fields)
+    config = AdapterConfig(source, mlx_fields(source, fields) if of_mlx else fields, of_mlx)
+    whole = of_mlx and is_full_mlx(fields)
     if weights is None:
         raise CheckpointError(
             f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "

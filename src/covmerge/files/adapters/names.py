@@ -14,7 +14,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import MERGE_FIRST, AdapterConfig
 from covmerge.files.adapters.folds import Folded
 from covmerge.files.adapters.layout import PREFIX
-from covmerge.files.adapters.mlx import MLX_ENDS, MLX_NAME
+from covmerge.files.adapters.other_libraries import MLX_ENDS, MLX_NAME
 from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
 from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE

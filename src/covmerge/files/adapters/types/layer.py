@@ -16,7 +16,7 @@ from covmerge.base.types import LowRank, TensorHeader
 if TYPE_CHECKING:
     from covmerge.files.adapters.config import AdapterConfig
 
-_linalg: Any = torch.linalg  # torch has no types for it
+linalg: Any = torch.linalg  # torch has no types for it
 Shape = tuple[int, ...]
 ALPHA = "alpha"
 
@@ -301,13 +301,13 @@ def check_places(layer: Layer, places: Tensor, count: int) -> None:
 
 def lengths(tensor: Tensor, *axes: int) -> Tensor:
     """Return the lengths of vectors along some axes; these axes keep the length 1."""
-    return cast("Tensor", _linalg.vector_norm(tensor, dim=axes, keepdim=True))
+    return cast("Tensor", linalg.vector_norm(tensor, dim=axes, keepdim=True))
 
 
 def cayley(skew: Tensor) -> Tensor:
     """Return (I − Q)(I + Q)⁻¹ for skew-symmetric matrices Q `(n, b, b)`."""
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype)
-    return cast("Tensor", _linalg.solve(eye + skew, eye - skew, left=False))
+    return cast("Tensor", linalg.solve(eye + skew, eye - skew, left=False))
 
 
 def block_diagonal_times(weight: Tensor, blocks: Tensor) -> Tensor:

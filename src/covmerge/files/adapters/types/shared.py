@@ -6,13 +6,19 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank, TensorHeader
-from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check_places, lengths
+from covmerge.files.adapters.types.layer import (
+    AdapterType,
+    Layer,
+    Shape,
+    check_places,
+    lengths,
+    linalg,
+)
 
 # VeRA (arXiv:2310.11454): all layers share random factors, and each layer has its own scales.
 
@@ -313,12 +319,11 @@ UNILORA = AdapterType(
 def _tinylora_shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, count = layer.size("A", 0), layer.integer("u", 64, least=1)
     vectors: dict[str, Shape] = {part: (count,) for part in layer.parts if part.startswith("v.")}
-    shapes: dict[str, Shape] = {"A": (rank, layer.d_in), "B": (layer.d_out, rank)}
-    return {**shapes, "P": (count, rank, rank), **vectors}
+    square = (count, rank, rank)
+    return {"A": (rank, layer.d_in), "B": (layer.d_out, rank), "P": square, **vectors}
 
 
 def _tinylora_factors(layer: Layer) -> LowRank:
-    """Return B · Σ v_i P_i · A as factors."""
     mixed = torch.einsum("i,ijk->jk", layer[f"v.{_group(layer)}"], layer["P"])
     return LowRank(layer["B"] @ mixed, layer["A"])
 
@@ -335,21 +340,17 @@ def _group(layer: Layer) -> int:
 def _place(layer: Layer) -> int:
     """Return the layer's number among all layers, found by the seed of its random matrices."""
     stored = layer["P"]
-    seed = layer.integer("projection_seed", 42)
+    seed, std = layer.integer("projection_seed", 42), stored.shape[1] ** -0.5
     for number in range(layer.count):
-        if torch.allclose(_tinylora_drawn(seed + number, stored), stored, rtol=1e-2, atol=1e-2):
+        generator = torch.Generator().manual_seed(seed + number)
+        drawn = torch.normal(0.0, std, stored.shape, generator=generator).to(stored.dtype)
+        if torch.allclose(drawn, stored, rtol=1e-2, atol=1e-2):
             return number
     layer.refuse(
         "has random matrices that torch does not draw here from any layer's seed, so that its vector is "
         "not known: merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge "
         "full models"
     )
-
-
-def _tinylora_drawn(seed: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    std = like.shape[1] ** -0.5
-    return torch.normal(0.0, std, like.shape, generator=generator).to(like.dtype)
 
 
 TINYLORA = AdapterType(
@@ -373,16 +374,14 @@ TINYLORA = AdapterType(
 
 # FRoD: the weight in a basis that layers of one kind share, with new diagonal and sparse coefficients.
 
-_linalg: Any = torch.linalg  # torch has no types for it
 _SHARED = ("V", "places", "size")
 _NONE = 1e-12  # PEFT treats shorter columns as zero
 
 
 def _frod_shapes(layer: Layer) -> Mapping[str, Shape]:
     count = layer.size("values", 0)
-    square = (layer.d_in, layer.d_in)
-    shapes: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
-    return {**shapes, "V": square, "places": (2, count), "size": (2,)}
+    own: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
+    return {**own, "V": (layer.d_in, layer.d_in), "places": (2, count), "size": (2,)}
 
 
 def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
@@ -400,20 +399,17 @@ def _weight(layer: Layer) -> Tensor:
     PEFT computes with U and V in the dtype of the base's file, so U is rounded to that dtype.
     """
     shared, weight = layer["V"].double(), layer.weight
-    columns = _solved(shared, weight.T.double()).T
+    turned = weight.T.double()
+    try:
+        columns = linalg.solve(shared, turned).T
+    except RuntimeError:  # singular; PEFT does the same
+        columns = (linalg.pinv(shared, rtol=1e-6) @ turned).T
     sizes = lengths(columns, 0)
     left = torch.where(sizes > _NONE, columns / sizes, 0.0).float().to(layer.stored).double()
     rows, others = layer["places"].long()
     inner = torch.diag(layer["lengths"].double())
     inner.index_put_((rows, others), layer["values"].double(), accumulate=True)
     return (left @ inner @ shared.T).to(weight.dtype)
-
-
-def _solved(shared: Tensor, turned: Tensor) -> Tensor:
-    try:
-        return _linalg.solve(shared, turned)
-    except RuntimeError:  # singular; PEFT does the same
-        return _linalg.pinv(shared, rtol=1e-6) @ turned
 
 
 FROD = AdapterType(
