@@ -19,7 +19,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
-from covmerge.files.adapters.folds import Folded, Folds
+from covmerge.files.adapters.folds import Folded, Folds, computed_in
 from covmerge.files.adapters.gguf import gguf_adapter, gguf_factors, named_by_base
 from covmerge.files.adapters.layout import ADAPTER_NAME, DIFFUSERS_FORM, KOHYA_FORM, LORA_NAME
 from covmerge.files.adapters.names import (
@@ -29,7 +29,6 @@ from covmerge.files.adapters.names import (
     looks_like_adapter,
     oriented,
     read_names,
-    wider,
 )
 from covmerge.files.adapters.other_libraries import (
     ADAPTERHUB_NAMES,
@@ -300,7 +299,7 @@ class AdapterCheckpoint(View):
         }
         of_parts = [base.headers[part].dtype for part in held]
         of_parts += [(self.low_rank.get(n) or self.headers[n]).dtype for n in held.values()]
-        dtype = torch.float64 if torch.float64 in of_parts else torch.float32
+        dtype = computed_in(*of_parts)
 
         def read(part: str, rows: range) -> Tensor:
             name = held.get(part)
@@ -349,7 +348,7 @@ class AdapterCheckpoint(View):
                 f"{self.source}: '{stored.name}' is of shape {list(stored.shape)}, and its update "
                 f"of shape {list(update.shape)}: the adapter is damaged, fetch it again"
             )
-        return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
+        return TensorHeader(name, stored.shape, computed_in(stored.dtype, update.dtype))
 
     def _with(
         self, contents: Contents, *notes: str, stored: Checkpoint | None = None
@@ -411,19 +410,17 @@ class AdapterCheckpoint(View):
     def _matrix(self, update: Update, stack: Stacked, index: int) -> LowRank:
         """Read the factors of one matrix of a stack."""
         assert update.down is not None
-        dtype = wider(update.dtype, torch.float32)
+        dtype = computed_in(update.dtype)
         first = index * update.rank
         down = self._stored.read(update.down, range(first, first + update.rank)).to(dtype)
-        columns = (
-            slice(first, first + update.rank)
-            if stack.by_expert
-            else slice(index, None, stack.count)
-        )
+        columns = slice(index, None, stack.count)
+        if stack.by_expert:
+            columns = slice(first, first + update.rank)
         up = self._read_whole(update.up)[:, columns].to(dtype)
         return _product(up, down, update)
 
     def _factors(self, update: Update) -> LowRank:
-        dtype = wider(update.dtype, torch.float32)
+        dtype = computed_in(update.dtype)
         scale = update.scale
         if update.alpha is not None:
             scale *= self._number(update.alpha)
@@ -540,7 +537,11 @@ def open_adapter_file(
             f"{file} has '{alpha}', and lora_alpha in its metadata (lora_adapter_metadata), which may say "
             "otherwise: save a copy without one of them"
         )
-    notes = () if alpha is not None or of_parts else (_without_scale(file),)
+    notes: tuple[str, ...] = ()
+    if alpha is None and not of_parts:
+        notes = (
+            f"{file} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1",
+        )
     contents = read_names(stored.headers, None, source, of_parts)
     return AdapterCheckpoint(stored, contents, None, notes)
 
@@ -674,14 +675,10 @@ def _as_adapter(
             f"{where} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
-    lost = (_LOST_BIASES.format(stored.source),) if _lacks_biases(config, contents) else ()
+    biases = (name.removesuffix("weight") + "bias" for name in contents.updates)
+    lacks = config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(biases)
+    lost = (_LOST_BIASES.format(stored.source),) if lacks else ()
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
-
-
-def _lacks_biases(config: AdapterConfig, contents: Contents) -> bool:
-    """Return whether the configuration says that biases were trained, and none is stored."""
-    names = (name.removesuffix("weight") + "bias" for name in contents.updates)
-    return config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(names)
 
 
 def _form_of(names: Collection[str]) -> LoraForm:
@@ -708,9 +705,3 @@ def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
 def _metadata(file: StoredFile) -> dict[str, str]:
     start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
     return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))
-
-
-def _without_scale(where: object) -> str:
-    return (
-        f"{where} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
-    )

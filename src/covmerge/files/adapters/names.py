@@ -12,7 +12,7 @@ import torch
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import MERGE_FIRST, AdapterConfig
-from covmerge.files.adapters.folds import Folded
+from covmerge.files.adapters.folds import Folded, computed_in
 from covmerge.files.adapters.layout import PREFIX
 from covmerge.files.adapters.other_libraries import MLX_ENDS, MLX_NAME
 from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
@@ -61,11 +61,7 @@ _RESIZED = ".token_adapter.base_layer."
 # The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
-_KINDS = {  # refused kinds of layers, by part of their names
-    "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
-    "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
-    "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
-}
+_OF_TLORA = ("p_layer.", "q_layer.", "lambda_layer")  # parts of names
 # PEFT does not read these files.
 _MERGE_FILE_FIRST = (
     "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
@@ -289,11 +285,6 @@ def oriented(update: Update, conv1d: Container[str]) -> Update:
     return replace(update, transposed=transposed, shape=(columns, rows))
 
 
-def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float64 if either dtype is float64, float32 otherwise."""
-    return torch.float64 if torch.float64 in (one, other) else torch.float32
-
-
 def _split(
     name: str, stored: Container[str], config: AdapterConfig | None, where: str
 ) -> tuple[str, str]:
@@ -334,7 +325,9 @@ def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoRet
             f"{where}: '{name}' is a factor of mlx-lm, whose scale is in adapter_config.json: put that and "
             f"this file, called {MLX_NAME}, into one folder, and pass the folder"
         )
-    kind = next((kind for mark, kind in _KINDS.items() if mark in name), "of no kind that is read")
+    kind = "of no kind that is read"
+    if any(mark in name for mark in _OF_TLORA):
+        kind = "of T-LoRA, which begins as singular vectors that the file has not"
     step = MERGE_FIRST if config is not None else _MERGE_FILE_FIRST
     raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {step}")
 
@@ -408,15 +401,8 @@ class _Reader:
         found = {names.get(part, part): header for part, header in headers.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
-        return Folded(
-            name,
-            owner,
-            kind,
-            {**kind.of_layer(owner, shared), **found},
-            matrix,
-            table,
-            config=config,
-        )
+        of_layer = {**kind.of_layer(owner, shared), **found}
+        return Folded(name, owner, kind, of_layer, matrix, table, config=config)
 
     def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
         """Return a module's configuration, and the module's name in that configuration."""
@@ -579,28 +565,23 @@ class _Reader:
             self._refuse_shape(header, "which PEFT leaves aside in nn.MultiheadAttention")
         if header.shape != (d_out,) or not header.dtype.is_floating_point:
             self._refuse_shape(header, f"which are not {d_out} floating numbers")
-        return [
-            Update(
-                name=f"{module}.bias",
-                shape=(d_out, 1),
-                rank=1,
-                dtype=header.dtype,
-                up=header.name,
-                down=None,
-                scale=weight.scale,
-                alpha=weight.alpha,
-            )
-        ]
+        bias = Update(
+            name=f"{module}.bias",
+            shape=(d_out, 1),
+            rank=1,
+            dtype=header.dtype,
+            up=header.name,
+            down=None,
+            scale=weight.scale,
+            alpha=weight.alpha,
+        )
+        return [bias]
 
     def _dtype(self, down: str, up: str) -> torch.dtype:
         one, other = self._stored[down].dtype, self._stored[up].dtype
-        return one if one == other else wider(one, other)
+        return one if one == other else computed_in(one, other)
 
-    def _refuse_shape(
-        self,
-        header: TensorHeader,
-        why: str,
-    ) -> NoReturn:
+    def _refuse_shape(self, header: TensorHeader, why: str) -> NoReturn:
         raise CheckpointError(
             f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
             f"{why}: fetch it again, or save the adapter again from gathered weights"
