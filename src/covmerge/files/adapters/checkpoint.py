@@ -260,10 +260,7 @@ class AdapterCheckpoint(View):
     def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:
         """Return this adapter, which was made on a part of the base, with the base's names.
 
-        Args:
-            names: the base's names, by the adapter's.
-            root: what begins the base's names of the part.
-            note: a note for the user.
+        `names` has these by the adapter's, and `root` begins the names of the part.
         """
         return self._with(self._contents.renamed(names, root), note)
 
@@ -272,17 +269,13 @@ class AdapterCheckpoint(View):
     ) -> AdapterCheckpoint:
         """Return this adapter bound to its base, whose weights some types need to compute their own.
 
-        Args:
-            base: the base that the adapter is merged over.
-            names: the base's tensor names, by the adapter's names for them.
-            conv1d: as for `named_as`.
+        `names` has the base's tensor names, by the adapter's; for `conv1d` see `named_as`.
         """
         if not self._contents.folded:
             return self
         held = self._contents
         folds = Folds(self._stored, self._config, held.folded, held.replaced, base, names, conv1d)
-        notes = (*self._notes, *folds.notes)
-        return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
+        return self._with(held, *folds.notes, folds=folds)
 
     def rejoined(
         self, base: Checkpoint, names: Mapping[str, str], made: Mapping[str, Assembly]
@@ -351,11 +344,15 @@ class AdapterCheckpoint(View):
         return TensorHeader(name, stored.shape, computed_in(stored.dtype, update.dtype))
 
     def _with(
-        self, contents: Contents, *notes: str, stored: Checkpoint | None = None
+        self,
+        contents: Contents,
+        *notes: str,
+        stored: Checkpoint | None = None,
+        folds: Folds | None = None,
     ) -> AdapterCheckpoint:
         """Return this adapter with other contents, and with more notes."""
-        of = stored or self._stored
-        return AdapterCheckpoint(of, contents, self._config, (*self._notes, *notes))
+        of, more = stored or self._stored, (*self._notes, *notes)
+        return AdapterCheckpoint(of, contents, self._config, more, folds)
 
     def _unwrapped(self, base: Mapping[str, TensorHeader], config: AdapterConfig) -> Contents:
         contents = self._contents
@@ -515,10 +512,7 @@ def open_adapter_folder(
 def open_adapter_file(
     source: str, given: Path | StoredFile, stored_as: StoredAs = as_stored
 ) -> Checkpoint:
-    """Open one file of weights, as an adapter if its tensors have the names of one.
-
-    These are the names of PEFT, diffusers or Kohya's scripts.
-    """
+    """Open one file of weights, as an adapter if its tensors have names of PEFT, diffusers or Kohya."""
     file = local_file(given)
     configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
     if configured or file.name in _WEIGHTS:

@@ -211,11 +211,8 @@ def read_names(
 ) -> Contents:
     """Sort the tensors of an adapter into updates and whole tensors.
 
-    Args:
-        stored: the headers of its file.
-        config: its configuration; None: it has none, and its scales are 1 or stored as alpha.
-        where: the adapter, for errors.
-        of_parts: for a file without configuration, those of the parts of a pipeline, by their prefixes.
+    Without a configuration its scales are 1 or stored as alpha, or those of `of_parts`: the configurations
+    of the parts of a pipeline, by their prefixes.
 
     Raises:
         CheckpointError: the meaning of a tensor is not known, one tensor of a pair is missing, or

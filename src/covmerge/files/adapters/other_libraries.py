@@ -126,10 +126,6 @@ def is_of_adapterhub(fields: Mapping[str, Any]) -> bool:
 def adapterhub_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration that PEFT has for an adapter of AdapterHub's library.
 
-    Args:
-        where: the adapter, for errors.
-        fields: of adapter_config.json.
-
     Raises:
         CheckpointError: the adapter is neither LoRA nor (IA)³.
     """

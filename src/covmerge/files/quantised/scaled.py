@@ -160,18 +160,10 @@ def scaled(
     whole: str | None = None,
     divides: bool = False,
 ) -> Scaled:
-    """Return a packed weight, after checking the sizes of its parts.
+    """Return a packed weight, after checking the sizes of its parts, which are given by name.
 
-    Args:
-        stored: the checkpoint.
-        name: name of the packed weight.
-        scale: name of its scales.
-        numbers: the ways in which both may be stored.
-        plain: name of the plain weight; None: that of the packed one.
-        zeros: name of its zero points, if there are any.
-        symmetric: whether the config says that there are no zero points.
-        whole: name of the scale of its scales, if there is one.
-        divides: see `Scaled`.
+    `plain` is the name of the plain weight, if the packed one has another. `symmetric` tells whether the
+    config says that there are no zero points. For `whole` and `divides` see `Scaled`.
 
     Raises:
         CheckpointError: a part is missing, or its shape fits no block or several blocks.

@@ -115,9 +115,8 @@ def _modules(header: TensorHeader) -> set[str]:
 
     It is `a.fc` for `a.fc.s`, `a.fc.q._scale` and `a.fc_scale`.
     """
-    wide = header.dtype.itemsize > 1 or "e8m0" in str(
-        header.dtype
-    )  # no scale is float8 but an exponent
+    # No scale is float8 but an exponent.
+    wide = header.dtype.itemsize > 1 or "e8m0" in str(header.dtype)
     if not (header.dtype.is_floating_point and wide):
         return set()
     module, dot, leaf = header.name.rpartition(".")
@@ -290,7 +289,8 @@ def _plain_headers(stored: Stored, found: Found) -> dict[str, TensorHeader]:
     left = [name for name in headers if name not in owners and name not in found.unused]
     for name in packed_names.intersection(left):
         stored.refuse(f"'{name}' is there both packed and plain")
-    stray = [n for n in left if _is_part(headers[n]) or not packed_names.isdisjoint(_owners(n))]
+    parts = {n for n in left if n.endswith(PARTS) or is_small(headers[n])}
+    stray = [n for n in left if n in parts or not packed_names.isdisjoint(_owners(n))]
     if stray:
         stored.refuse(
             f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
@@ -305,7 +305,3 @@ def _owners(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _is_part(header: TensorHeader) -> bool:
-    return is_small(header) or header.name.endswith(PARTS)

@@ -41,10 +41,7 @@ def is_drawn(layer: Layer) -> bool:
 def _vera_factors(layer: Layer, inner: int = 1, seed: int = -1) -> LowRank:
     """Return diag(b) B · diag(d) A, using the first rows of the shared B and the first columns of A.
 
-    Args:
-        layer: the adapter's layer.
-        inner: how many rows A has for each rank; the first r rows are used.
-        seed: the seed of factors that are drawn, if the config has no seed.
+    A has `inner` rows for each rank, of which the first r are used. `seed` stands for a config without one.
     """
     rank = layer.rank("d", 0)
     if is_drawn(layer):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
-from covmerge.files.quantised.gguf import PLAIN, Blocks, PlainTensor
+from covmerge.files.quantised.gguf import PLAIN, GgufTensor
 from covmerge.files.quantised.gguf_file import block_of, gguf_package
 from covmerge.files.quantised.packed import Packed, pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
@@ -117,42 +117,31 @@ HIGHER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ToBlocks:
-    """Rounding to a type of GGUF: each number by itself or, in blocks of a row, by `gguf.quantize`.
+    """Rounding to a tensor's type: each number by itself or, in blocks of a row, by `gguf.quantize`."""
 
-    Attributes:
-        kind: GGUF's name of the type.
-        order: as in `Blocks`; None: rows are in order.
-        transposed: as in `PlainTensor`.
-        more: as in `PlainTensor`.
-        flat: as in `PlainTensor`.
-    """
-
-    kind: str
-    order: tuple[int, ...] | None = None
-    transposed: bool = False
-    more: float = 0.0
-    flat: bool = False
+    tensor: GgufTensor
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        stored = weights.mT.contiguous() if self.transposed else weights
-        if self.flat:
+        kind, order = self.tensor.kind, self.tensor.order
+        stored = weights.mT.contiguous() if self.tensor.transposed else weights
+        if self.tensor.flat:
             (stored,) = weights
-        if self.more:
-            stored = stored + self.more
-        if self.order is not None:
-            groups = stored.view(-1, len(self.order), *stored.shape[1:])
+        if self.tensor.more:
+            stored = stored + self.tensor.more
+        if order is not None:
+            groups = stored.view(-1, len(order), *stored.shape[1:])
             mixed = torch.empty_like(groups)
-            mixed[:, list(self.order)] = groups
+            mixed[:, list(order)] = groups
             stored = mixed.flatten(0, 1)
-        if self.kind in PLAIN:
-            return (stored_as(stored, PLAIN[self.kind]),)
+        if kind in PLAIN:
+            return (stored_as(stored, PLAIN[kind]),)
         few = pieces(range(len(stored)), stored.shape[-1])
-        return (torch.cat([_packed(stored[rows.start : rows.stop], self.kind) for rows in few]),)
+        return (torch.cat([_packed(stored[rows.start : rows.stop], kind) for rows in few]),)
 
 
 def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None:
     """Return the packing of a tensor in a type of GGUF; None if its rows are no whole blocks."""
-    assert isinstance(packed, Blocks | PlainTensor)
+    assert isinstance(packed, GgufTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])
     if kind in PLAIN:
@@ -163,11 +152,8 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
             return None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
     target = replace(packed, kind=kind)
-    if isinstance(target, PlainTensor):
-        quantise = ToBlocks(kind, transposed=target.transposed, more=target.more, flat=target.flat)
-        return Packing(target, (Part(header),), quantise, whole=True)
     group = 1 if target.order is None else len(target.order)
-    return Packing(target, (Part(header),), ToBlocks(kind, target.order), group=group)
+    return Packing(target, (Part(header),), ToBlocks(target), target.whole, group)
 
 
 def _numbers(kind: str, row: int) -> int:

@@ -110,24 +110,20 @@ class ToGrouped:
     """Packing in words of the transposed matrix.
 
     Attributes:
+        packed: the packed tensor; groups are in order here.
         rounding: how weights are rounded.
-        shifts: as in `Grouped`.
-        less: as in `Grouped`.
-        mixed: whether the group of each input is stored; groups are in order here.
     """
 
+    packed: Grouped
     rounding: Rounding
-    shifts: tuple[int, ...] | None
-    less: int = 0
-    mixed: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         rows, columns = weights.shape
         (held, high), group = run_of(self.rounding.bits), self.rounding.group
         count = -(-columns // group)
-        along_inputs = self.shifts is None
+        along_inputs = self.packed.shifts is None
         shape = (columns // held * high, rows) if along_inputs else (columns, rows // held * high)
-        packed = torch.empty(shape, dtype=torch.int32)
+        words = torch.empty(shape, dtype=torch.int32)
         scales = torch.empty((count, rows), dtype=self.rounding.scales)
         runs = -(-rows // held)
         zeros = torch.empty((count, runs * high), dtype=torch.int32)
@@ -136,34 +132,28 @@ class ToGrouped:
             place = slice(few.start * high, few.stop * high)
             q, scale, z = self.rounding(weights[lines])
             scales[:, lines] = scale.mT
-            z = pad(z - self.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
+            z = pad(z - self.packed.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
             zeros[:, place] = self._words(z.mT)
             if along_inputs:
-                packed[:, lines] = self._words(q).mT
+                words[:, lines] = self._words(q).mT
             else:
-                packed[:, place] = self._words(q.mT)
-        mixed = (torch.arange(columns, dtype=torch.int32) // group,) if self.mixed else ()
-        return (packed, zeros, scales, *mixed)
+                words[:, place] = self._words(q.mT)
+        if self.packed.mixed is None:
+            return words, zeros, scales
+        return words, zeros, scales, torch.arange(columns, dtype=torch.int32) // group
 
     def _words(self, numbers: Tensor) -> Tensor:
-        if self.shifts is None:
+        if self.packed.shifts is None:
             return _in_a_row(numbers, self.rounding.bits)
-        return _words(numbers, self.shifts)
+        return _words(numbers, self.packed.shifts)
 
 
 def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetric: bool) -> Packing:
-    """Return the packing of a layer that is stored like a layer of a checkpoint.
-
-    Args:
-        packed: the packed tensor, which reads the result.
-        headers: headers of the stored tensors.
-        symmetric: whether zero points are the middle of the range.
-    """
+    """Return the packing of a layer like one of a checkpoint; `symmetric`: z is the middle of the range."""
     scales = headers[packed.stored[2]].dtype
     rounding = Rounding(packed.bits, packed.group, scales, symmetric, least=packed.less)
-    quantise = ToGrouped(rounding, packed.shifts, packed.less, mixed=packed.mixed is not None)
     parts = tuple(Part(headers[name], None) for name in packed.stored)
-    return Packing(packed, parts, quantise, whole=True)
+    return Packing(packed, parts, ToGrouped(packed, rounding), whole=True)
 
 
 def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:

@@ -67,12 +67,7 @@ def of_experts(packed: Experts, headers: Mapping[str, TensorHeader]) -> Packing:
 
 
 def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
-    """Return the packing of a tensor like that in a checkpoint.
-
-    Args:
-        model: the checkpoint's quantisation; its weights must be local.
-        header: the tensor's header, with the dtype in which it will be read.
-    """
+    """Return the packing of a tensor as a local checkpoint has it; the header has the dtype of reading."""
     packed: Any = model.packed[header.name]
     if packed.header != header:
         packed = replace(packed, header=header)
@@ -97,11 +92,8 @@ def packing_like(
 ) -> Packing:
     """Return the packing that gives a packed tensor like this one, for which `is_written` holds.
 
-    Args:
-        packed: the packed tensor.
-        headers: headers of its stored parts.
-        settings: the entries of config.json for the format.
-        maps: stored tensors with the values of codes.
+    `settings` are the entries of config.json for the format, and `maps` stored tensors with the values of
+    codes.
     """
     match packed:
         case Scaled(words=True):
