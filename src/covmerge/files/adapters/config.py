@@ -159,7 +159,8 @@ class AdapterConfig:
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
             why = "and its factors belong to a base that it changed by what no file has"
             self.refuse("init_lora_weights", why, _SAVE_AGAIN)
-        for name, (value, why) in self.kind.refused.items() if self.kind else ():
+        if self.kind is not None and self.kind.refused is not None:
+            name, value, why = self.kind.refused
             if self.fields.get(name) == value:
                 self.refuse(name, why)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
@@ -175,7 +176,7 @@ class AdapterConfig:
         if unknown := sorted(set(self.fields) - self._known - _KNOWN_OFF):
             yield f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         kind = self.kind
-        if kind is not None and kind.older is not None and kind.is_older(self.fields):
+        if kind is not None and kind.older is not None and kind.older[0] not in self.fields:
             field, otherwise = kind.older
             yield (
                 f"{self.where} has no {field}: a PEFT saved it that {otherwise}. It was read as that PEFT "

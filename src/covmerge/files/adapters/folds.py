@@ -157,11 +157,6 @@ class Folds:
                 self._leave_rest(place, names or {})
 
     @property
-    def needs_base(self) -> bool:
-        """Whether any tensor is computed from the base's values, or any update is added to them."""
-        return bool(self.headers)
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """A note for the user that names the base, if some updates depend on its weights."""
         places = [place for place in self._places.values() if place.layer.kind.needs_base]
@@ -174,8 +169,8 @@ class Folds:
         )
 
     def materialize(self) -> None:
-        """Fetch the base's weights if they are needed."""
-        if self._base is not None and self.needs_base:
+        """Fetch the base's weights if any tensor is computed from them."""
+        if self._base is not None and self.headers:
             self._base.materialize()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:

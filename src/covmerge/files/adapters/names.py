@@ -248,9 +248,9 @@ def read_names(
     wrapped: dict[str, Wrapped] = {}
     folded: dict[str, Folded] = {}
     for module, parts in modules.items():
-        if (bias := reader.difference_of_bias(module, parts)) is not None:
-            folded[bias.name] = bias
-        parts = {part: name for part, name in parts.items() if part != OF_BIAS}
+        if (difference := parts.pop(OF_BIAS, None)) is not None:
+            header, bias = stored[difference], f"{module}.bias"
+            folded[bias] = Folded(bias, module, DIFF, {DIFFERENCE: header}, (header.numel, 1))
         if not parts:
             continue
         if (layer := reader.folded(module, parts, shared)) is not None:
@@ -369,14 +369,6 @@ class _Reader:
             for module in modules
             if module.endswith(".base_layer.out_proj")
         }
-
-    def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
-        """Return the difference stored for a module's bias, whatever happens to its weight."""
-        if OF_BIAS not in parts:
-            return None
-        header = self._stored[parts[OF_BIAS]]
-        shape = (header.numel, 1)
-        return Folded(f"{module}.bias", module, DIFF, {DIFFERENCE: header}, shape)
 
     def folded(
         self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]

@@ -91,11 +91,15 @@ def _shira_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _shira_update(layer: Layer) -> Tensor:
-    places, values = layer["indices"].long(), layer["weight"]
-    check_places(layer, places[0], layer.d_out)
-    check_places(layer, places[1], layer.d_in)
-    dense = torch.zeros(layer.d_out, layer.d_in, dtype=values.dtype)
-    return dense.index_put_((places[0], places[1]), values, accumulate=True)
+    rows, columns = layer["indices"].long()
+    check_places(layer, rows, layer.d_out)
+    check_places(layer, columns, layer.d_in)
+    return _sparse(layer, rows * layer.d_in + columns, layer["weight"])
+
+
+def _sparse(layer: Layer, places: Tensor, values: Tensor) -> Tensor:
+    dense = torch.zeros(layer.d_out * layer.d_in, dtype=values.dtype)
+    return dense.index_add_(0, places, values).view(layer.d_out, layer.d_in)
 
 
 SHIRA = AdapterType(
@@ -127,8 +131,7 @@ def _supertuning_update(layer: Layer) -> Tensor:
     """Return the sparse update plus α/r · B A, as a whole matrix."""
     values, places = layer["values"], layer["indices"].long()
     check_places(layer, places, layer.d_out * layer.d_in)
-    dense = torch.zeros(layer.d_out * layer.d_in, dtype=values.dtype)
-    found = dense.index_add_(0, places, values).view(layer.d_out, layer.d_in)
+    found = _sparse(layer, places, values)
     if layer.option("r"):
         rank = layer.rank("down", 0)
         found.addmm_(layer["up"] * (layer.number("lora_alpha", 4) / rank), layer["down"])
@@ -150,12 +153,11 @@ SUPERTUNING = AdapterType(
     integers=frozenset({"indices"}),
     fields=frozenset({"r", "lora_alpha", "save_precomputed_indices"}),
     unused=frozenset({"sparsity", "select_top", "init_weights", "lora_dropout"}),
-    refused={
-        "save_precomputed_indices": (
-            False,
-            "and the places are those of the base's largest numbers, of which several may be equal",
-        )
-    },
+    refused=(
+        "save_precomputed_indices",
+        False,
+        "and the places are those of the base's largest numbers, of which several may be equal",
+    ),
 )
 
 

@@ -104,7 +104,9 @@ class Layer:
 
     def is_older(self, kind: AdapterType) -> bool:
         """Return whether the adapter was saved by an older PEFT that computed this type differently."""
-        return self.config is not None and kind.is_older(self.config.fields)
+        if self.config is None or kind.older is None:
+            return False
+        return kind.older[0] not in self.config.fields
 
     def integer(self, name: str, default: int, least: int = 0) -> int:
         """Return a field that must be a whole number of at least `least`."""
@@ -190,7 +192,7 @@ class AdapterType:
         adds_bias: whether a layer without a bias would get one.
         marks: parts that no other type of files without configuration has.
         beside: ends of names that are parts only if one of the `marks` is there too.
-        refused: values of fields with which the effect is not determined, each with the reason.
+        refused: a field and its value with which the effect is not determined, and the reason.
         older: a field that older PEFTs did not write, and what they computed differently.
     """
 
@@ -218,9 +220,7 @@ class AdapterType:
     adds_bias: bool = False
     marks: frozenset[str] = frozenset()
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
-    refused: Mapping[str, tuple[object, str]] = field(
-        default_factory=dict[str, "tuple[object, str]"]
-    )
+    refused: tuple[str, object, str] | None = None
     older: tuple[str, str] | None = None
     alpha: str = ""
     leaf: str = "weight"
@@ -233,10 +233,6 @@ class AdapterType:
             if name == key or (key.endswith(".") and name.startswith(key)):
                 return part + name.removeprefix(key)
         return None
-
-    def is_older(self, fields: Mapping[str, object]) -> bool:
-        """Return whether an older PEFT, which computed this type differently, wrote the configuration."""
-        return self.older is not None and self.older[0] not in fields
 
     @property
     def needs_base(self) -> bool:

@@ -104,9 +104,16 @@ def _means(channels: Tensor) -> Tensor:
     return channels.mean(dim=(0, 2), keepdim=True, dtype=torch.float64).to(channels.dtype)
 
 
-# KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.
+# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA whose factors start as a part of the
+# weight. KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.
 
 DIAGONAL = "diagonal"
+
+
+def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
+    if len(layer.shape) != 2:
+        layer.refuse("is no linear layer, and PEFT begins no other as a part of the weight")
+    return LOCON.shapes(layer)
 
 
 def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -114,39 +121,6 @@ def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
     if len(layer.shape) != 2 or rank >= min(layer.shape):
         layer.refuse(f"is {list(layer.shape)} in the base, of which KaSA takes {rank} away")
     return {"down": (rank, layer.d_in), "up": (layer.d_out, rank), DIAGONAL: (rank,)}
-
-
-def _kasa_rest(layer: Layer) -> Tensor:
-    if layer.is_rest:
-        return layer.weight
-    return without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True)
-
-
-def _kasa_weight(layer: Layer) -> Tensor:
-    diagonal = layer[DIAGONAL]
-    scaled = layer["up"] * (diagonal * layer.scaling(len(diagonal)))
-    return _kasa_rest(layer).addmm_(scaled, layer["down"])
-
-
-KASA = AdapterType(
-    name="LORA (KaSA)",
-    equation="W without its r smallest singular components, + s·B·diag(d)·A",
-    ends={},  # the ends are those of LoRA
-    shapes=_kasa_shapes,
-    weight=_kasa_weight,
-    rest=_kasa_rest,
-    by_rows=False,
-)
-
-
-# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA whose factors start as a part of the
-# weight.
-
-
-def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
-    if len(layer.shape) != 2:
-        layer.refuse("is no linear layer, and PEFT begins no other as a part of the weight")
-    return LOCON.shapes(layer)
 
 
 def _rank(layer: Layer) -> int:
@@ -162,19 +136,27 @@ def _without_columns(layer: Layer) -> Tensor:
     return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(_rank(layer)))
 
 
-def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> AdapterType:
+def _begun(
+    name: str,
+    equation: str,
+    rest: Callable[[Layer], Tensor],
+    shapes: Callable[[Layer], Mapping[str, Shape]] = _pissa_shapes,
+) -> AdapterType:
+    """Return the type that adds s B A, or s B diag(d) A, to what is left of the weight."""
+
     def left(layer: Layer) -> Tensor:
         return layer.weight if layer.is_rest else rest(layer)
 
     def weight(layer: Layer) -> Tensor:
-        up = layer["up"][layer.rows] * layer.scaling(_rank(layer))
+        scale = layer.scaling(_rank(layer))
+        up = layer["up"] * (layer[DIAGONAL] * scale if DIAGONAL in layer else scale)
         return left(layer).addmm_(up, layer["down"])
 
     return replace(
         LOCON,
         name=name,
         equation=equation,
-        shapes=_pissa_shapes,
+        shapes=shapes,
         update=None,
         weight=weight,
         rest=left,
@@ -188,6 +170,12 @@ PISSA = _begun(
     lambda layer: without_components(layer.weight, layer.size("down", 0), smallest=False),
 )
 OLORA = _begun("LORA (OLoRA)", "W − s·Q_r·R_r + s·B·A, Q and R those of W", _without_columns)
+KASA = _begun(
+    "LORA (KaSA)",
+    "W without its r smallest singular components, + s·B·diag(d)·A",
+    lambda layer: without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True),
+    _kasa_shapes,
+)
 
 
 # OSF (arXiv:2504.07097): the smaller singular components of the weight are trained.

@@ -109,8 +109,7 @@ def _fields() -> Iterator[tuple[str, AdapterType]]:
 
 
 def _row(name: str, kind: AdapterType) -> str:
-    depends = "yes" if kind.weight is not None or kind.bias is not None else "no"
-    return f"| {name} | {kind.equation} | {depends} |"
+    return f"| {name} | {kind.equation} | {'yes' if kind.needs_base else 'no'} |"
 
 
 if __name__ == "__main__":

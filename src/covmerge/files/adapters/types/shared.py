@@ -97,9 +97,11 @@ PVERA = AdapterType(
     rank=lambda layer: layer.rank("d", 0),
     fields=frozenset({"r", "projection_prng_key", "save_projection", "sample_at_inference"}),
     unused=frozenset({"pvera_dropout", "d_initial", "generator_seed", "init_weights"}),
-    refused={
-        "sample_at_inference": (True, "so that each output is drawn anew, about that of the means")
-    },
+    refused=(
+        "sample_at_inference",
+        True,
+        "so that each output is drawn anew, about that of the means",
+    ),
 )
 
 
@@ -301,12 +303,11 @@ UNILORA = AdapterType(
     integers=frozenset({"A_indices", "B_indices"}),
     fields=frozenset({"r", "theta_d_length", "save_indices"}),
     unused=frozenset({"proj_seed", "init_theta_d_bound", "unilora_dropout", "init_weights"}),
-    refused={
-        "save_indices": (
-            False,
-            "and the places are drawn for the layers in the order of the model's modules, not saved",
-        )
-    },
+    refused=(
+        "save_indices",
+        False,
+        "and the places are drawn for the layers in the order of the model's modules, not saved",
+    ),
 )
 
 
@@ -360,12 +361,11 @@ TINYLORA = AdapterType(
     rank=lambda layer: layer.size("A", 0),
     fields=frozenset({"r", "u", "weight_tying", "projection_seed", "save_projection"}),
     unused=frozenset({"tinylora_dropout", "init_weights", "init_v_bound"}),
-    refused={
-        "save_projection": (
-            False,
-            "so that nothing tells a layer's place among the model's modules, which its vector goes by",
-        )
-    },
+    refused=(
+        "save_projection",
+        False,
+        "so that nothing tells a layer's place among the model's modules, which its vector goes by",
+    ),
 )
 
 
@@ -426,12 +426,11 @@ FROD = AdapterType(
             *("regularization_alpha", "runtime_offload_base_weight"),
         }
     ),
-    refused={
-        "save_projection": (
-            False,
-            "and its shared matrices are eigenvectors, whose signs are not determined",
-        )
-    },
+    refused=(
+        "save_projection",
+        False,
+        "and its shared matrices are eigenvectors, whose signs are not determined",
+    ),
 )
 
 TYPES = (FROD, PVERA, RANDLORA, TINYLORA, UNILORA, VBLORA, VERA)
