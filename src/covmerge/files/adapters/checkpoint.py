@@ -110,7 +110,7 @@ class AdapterCheckpoint(View):
         super().__init__(stored, None, *notes)
         self.is_adapter = True
         self.form: LoraForm = PEFT_FORM if config is not None else _form_of(stored.headers)
-        self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
+        self.folds = folds or Folds(stored, contents.folded, contents.replaced)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
         )
@@ -274,7 +274,7 @@ class AdapterCheckpoint(View):
         if not self._contents.folded:
             return self
         held = self._contents
-        folds = Folds(self._stored, self._config, held.folded, held.replaced, base, names, conv1d)
+        folds = Folds(self._stored, held.folded, held.replaced, base, names, conv1d)
         return self._with(held, *folds.notes, folds=folds)
 
     def rejoined(

@@ -208,11 +208,6 @@ class AdapterConfig:
         return TYPES.get(name) or FORMER.get(name)
 
     @property
-    def is_dora(self) -> bool:
-        """Whether it is LoRA with magnitudes."""
-        return bool(self.fields.get("use_dora"))
-
-    @property
     def base_model(self) -> str | None:
         """Path or Hub id of the base that the adapter was trained on, as written at training."""
         name: object = self.fields.get("base_model_name_or_path")

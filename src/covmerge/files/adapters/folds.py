@@ -109,7 +109,6 @@ class Folds:
 
     Args:
         stored: the adapter's file.
-        config: its configuration; None: it has none.
         folded: the layers, by name.
         replaced: names of whole tensors in the file, by the names of the base's tensors they replace.
         base: the base that the adapter is merged over; None: not known yet.
@@ -127,14 +126,13 @@ class Folds:
     def __init__(
         self,
         stored: Checkpoint,
-        config: AdapterConfig | None,
         folded: Mapping[str, Folded],
         replaced: Mapping[str, str],
         base: Checkpoint | None = None,
         names: Mapping[str, str] | None = None,
         conv1d: Container[str] | None = None,
     ) -> None:
-        self._stored, self._config, self._base = stored, config, base
+        self._stored, self._base = stored, base
         self._replaced = replaced
         self._places: dict[str, _Place] = {}
         self._biases: dict[str, _Place] = {}
@@ -258,8 +256,8 @@ class Folds:
     ) -> _Place:
         weight = self._stored_as(layer.name, base, name)
         assert weight is not None
-        flat = len(weight.shape) == 2
-        by_config = flat and self._config is not None and self._config.transposed
+        config = layer.config
+        by_config = len(weight.shape) == 2 and config is not None and config.transposed
         turned = layer.table or (by_config if conv1d is None else name in conv1d)
         _check(layer, weight.header, turned=turned)
         named, bias = (n.removesuffix(".weight") + _BIAS for n in (layer.name, name))

@@ -60,6 +60,7 @@ _OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
 _RESIZED = ".token_adapter.base_layer."
 # The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
+_OUT_PROJ = ".base_layer.out_proj"  # of nn.MultiheadAttention
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
 _OF_TLORA = ("p_layer.", "q_layer.", "lambda_layer")  # parts of names
 # PEFT does not read these files.
@@ -242,7 +243,7 @@ def read_names(
                 f"'{_base_name(module)}': remove one"
             )
     if config is not None:
-        config.expect({_owner(module) for module in modules})
+        config.expect({_unwrapped(module.removesuffix(_OUT_PROJ)) for module in modules})
     reader = _Reader(stored, config, where, modules, of_parts or {})
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
@@ -341,11 +342,6 @@ def _unwrapped(module: str) -> str:
     return module
 
 
-def _owner(module: str) -> str:
-    """Return the name of a module in the configuration."""
-    return _unwrapped(module.removesuffix(".base_layer.out_proj"))
-
-
 class _Reader:
     """Makes updates from the parts of modules."""
 
@@ -365,9 +361,7 @@ class _Reader:
         ends = [(parts.get("table_down"), parts.get("table_up")) for parts in modules.values()]
         self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
         self._attention = {
-            module.removesuffix(".base_layer.out_proj")
-            for module in modules
-            if module.endswith(".base_layer.out_proj")
+            module.removesuffix(_OUT_PROJ) for module in modules if module.endswith(_OUT_PROJ)
         }
 
     def folded(
@@ -410,7 +404,7 @@ class _Reader:
             if len(parts) > 1:
                 self._refuse_shape(parts[TOKENS], "beside factors of the same module")
             return TRAINABLE_TOKENS
-        wants = config is not None and config.is_dora
+        wants = config is not None and bool(config.fields.get("use_dora"))
         if config is not None and wants != (MAGNITUDE in parts):
             have = next(iter(parts.values())).name
             raise CheckpointError(
@@ -462,7 +456,7 @@ class _Reader:
             up=up,
             down=down,
             # PEFT adds the update of an attention's out_proj twice, in training and when it merges.
-            scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
+            scale=2 * scale if module.endswith(_OUT_PROJ) else scale,
             transposed=transposed,
             table=table,
             middle=self._middle(parts, rank),
@@ -491,7 +485,7 @@ class _Reader:
 
     def _target(self, module: str) -> tuple[str, str]:
         """Return a module's name in the configuration, and the name of its weight."""
-        inner = module.removesuffix(".base_layer.out_proj")
+        inner = module.removesuffix(_OUT_PROJ)
         owner = inner if inner in self._attention else module
         parameters = self._config.parameters(owner) if self._config else ()
         if "base_layer" in owner.split("."):

@@ -17,7 +17,7 @@ from covmerge.files.quantised.gptq import AWQ_SHIFTS, Grouped
 from covmerge.files.quantised.integers import WORD, Mixed
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import Packed
-from covmerge.files.quantised.scaled import Scaled
+from covmerge.files.quantised.scaled import ROW, TENSOR, Block, Scaled
 from covmerge.files.quantised.writing.bitsandbytes import NF4
 from covmerge.files.quantised.writing.gguf import WRITTEN
 from covmerge.files.quantised.writing.like import packing_like
@@ -61,14 +61,14 @@ class Layout:
 
 
 def _scaled(
-    dtype: torch.dtype, block: tuple[int, int] | None, suffix: str, *, whole: bool = False
+    dtype: torch.dtype, block: Block, suffix: str = "_scale"
 ) -> Callable[[TensorHeader], _Laid]:
     def lay(header: TensorHeader) -> _Laid:
         rows, columns = header.shape
-        high, wide = block or ((rows, columns) if whole else (1, columns))
-        grid = (1,) if whole else (-(-rows // high), -(-columns // wide))
+        high, wide = block[0] or rows, block[1] or columns
+        grid = (1,) if block == TENSOR else (-(-rows // high), -(-columns // wide))
         # Clients of scales by row store them in the model's dtype.
-        scales = torch.float32 if block else header.dtype
+        scales = torch.float32 if block == _BLOCK else header.dtype
         stored = [
             TensorHeader(header.name, header.shape, dtype),
             TensorHeader(f"{header.name}{suffix}", grid, scales),
@@ -171,7 +171,7 @@ _INT4 = {
 }
 _ANY = "a matrix"
 _GROUPS = f"a matrix of rows that {_GROUP} divides, and a number of rows that 8 divides"
-_FP8, _ROWS = torch.float8_e4m3fn, "_scale"
+_FP8 = torch.float8_e4m3fn
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "fp8-block": Layout(
@@ -187,19 +187,19 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         ),
         "fp8-channel": Layout(
             "FP8 with a scale for each row, of compressed-tensors",
-            _scaled(_FP8, None, _ROWS),
+            _scaled(_FP8, ROW),
             _ANY,
             _of_eight("float-quantized", "float", "channel"),
         ),
         "fp8-tensor": Layout(
             "FP8 with a scale for each tensor, of compressed-tensors",
-            _scaled(_FP8, None, _ROWS, whole=True),
+            _scaled(_FP8, TENSOR),
             _ANY,
             _of_eight("float-quantized", "float", "tensor"),
         ),
         "int8-channel": Layout(
             "INT8 with a scale for each row, of compressed-tensors",
-            _scaled(torch.int8, None, _ROWS),
+            _scaled(torch.int8, ROW),
             _ANY,
             _of_eight("int-quantized", "int", "channel"),
         ),
