@@ -112,16 +112,17 @@ def _small(stored: Stored, schemes: Schemes, name: str) -> Scaled:
     headers, packed = stored.checkpoint.headers, f"{name}{_PACKED}"
     scale = stored.part(f"{name}{_SCALE}", (torch.float8_e4m3fn, *EXPONENTS))
     kinds = [_SMALL[key] for key in _small_of(stored, schemes) if key[0] < MXFP8.bits]
-    fits = [
-        kind
-        for kind in kinds
-        if scale.dtype in kind.scales
-        and scale.shape[-1:] == (_columns(headers[packed], kind.bits) // kind.blocks[0][1],)
-    ]
     if not kinds:
         stored.refuse(
             f"'{packed}' is {headers[packed].dtype}, and no group of layers has such weights"
         )
+    width = headers[packed].shape[-1] if headers[packed].shape else 0
+    fits = [
+        kind
+        for kind in kinds
+        if scale.dtype in kind.scales
+        and scale.shape[-1:] == (width * MXFP8.bits // kind.bits // kind.blocks[0][1],)
+    ]
     numbers = (*fits, *kinds)[0]
     zeros = f"{name}{_ZEROS}"
     if zeros in headers:
@@ -130,10 +131,6 @@ def _small(stored: Stored, schemes: Schemes, name: str) -> Scaled:
         )
     whole = f"{name}_global_scale" if numbers is NVFP4 else None
     return scaled(stored, packed, scale.name, numbers, plain=name, whole=whole, divides=True)
-
-
-def _columns(packed: TensorHeader, bits: int) -> int:
-    return packed.shape[-1] * MXFP8.bits // bits if packed.shape else 0
 
 
 def _small_of(stored: Stored, schemes: Schemes) -> list[tuple[int, int]]:
@@ -177,9 +174,9 @@ def _weight(stored: Stored, schemes: Schemes, name: str) -> Scaled:
     )
     high, _ = found.block
     mixed = _mixed_of(stored, name, found.header.shape[1]) if high == 1 else None
-    return (
-        found if mixed is None else replace(found, mixed=mixed, stored=(*found.stored, mixed.name))
-    )
+    if mixed is None:
+        return found
+    return replace(found, mixed=mixed, stored=(*found.stored, mixed.name))
 
 
 def _of_weights(stored: Stored) -> Schemes:

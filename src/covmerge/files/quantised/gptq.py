@@ -23,7 +23,7 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.integers import WORD, Mixed, in_a_row, run_of, unpacked
+from covmerge.files.quantised.integers import WORD, Mixed, in_a_row, run_of
 from covmerge.files.quantised.packed import SMALLEST, Format, Found, Read, Stored, pieces
 
 _BITS = (2, 3, 4, 8)
@@ -96,9 +96,11 @@ class Grouped:
         count = len(shifts)
         first = rows.start // count
         part = words[:, first : -(-rows.stop // count)]
-        numbers = unpacked(part, torch.tensor(shifts, dtype=torch.int32), self.bits).flatten(1)
+        numbers = (part.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32)) & (
+            2**self.bits - 1
+        )
         start = rows.start - first * count
-        return numbers[:, start : start + len(rows)]
+        return numbers.flatten(1)[:, start : start + len(rows)]
 
 
 def find_gptq(stored: Stored) -> Found:

@@ -85,26 +85,6 @@ class Mixed:
         return groups
 
 
-def of_inputs(value: Tensor, columns: int, group: int, mixed: Mixed | None, read: Read) -> Tensor:
-    """Return a number for each input, from `(rows, groups)`; one per row if it holds for whole rows."""
-    if value.shape[1] == 1:
-        return value
-    groups = None if mixed is None else mixed.groups(read, value.shape[1])
-    if groups is not None:
-        return value[:, groups]
-    return value.repeat_interleave(group, 1)[:, :columns]
-
-
-def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
-    """Return the numbers in words `(...)` as `(..., numbers)`, each from its shift.
-
-    Example:
-        >>> unpacked(torch.tensor([0x21]), torch.tensor([0, 4]), 4)
-        tensor([[1, 2]])
-    """
-    return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-
-
 def run_of(bits: int) -> tuple[int, int]:
     """Return the fewest numbers of `bits` bits that fill whole words, and the number of these words.
 
@@ -131,7 +111,7 @@ def in_a_row(words: Tensor, bits: int) -> Tensor:
     count, high = run_of(bits)
     places = torch.arange(0, count * bits, bits, dtype=torch.int32)
     if high == 1:
-        return unpacked(words, places, bits).flatten(1)
+        return ((words.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(1)
     words = pad(words, (0, -words.shape[1] % high))
     held = words.reshape(len(words), words.shape[1] // high, high).long() & (2**WORD - 1)
     word, shift = places // WORD, places % WORD

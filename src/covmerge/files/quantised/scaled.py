@@ -21,7 +21,6 @@ from covmerge.files.quantised.integers import (
     Mixed,
     in_a_row,
     numbers,
-    of_inputs,
     run_of,
     scales_of,
 )
@@ -115,7 +114,12 @@ class Scaled(ByRows):
         high, wide = self.block
         first = rows.start % high
         value = value.repeat_interleave(high, 0)[first : first + len(rows)] if high > 1 else value
-        return of_inputs(value, self.header.shape[1], wide, self.mixed, read)
+        if value.shape[1] == 1:
+            return value
+        groups = None if self.mixed is None else self.mixed.groups(read, value.shape[1])
+        if groups is not None:
+            return value[:, groups]
+        return value.repeat_interleave(wide, 1)[:, : self.header.shape[1]]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 linalg: Any = torch.linalg  # torch has no types for it
 Shape = tuple[int, ...]
+_Parts = Mapping[str, TensorHeader]
 ALPHA = "alpha"
 
 
@@ -45,7 +46,7 @@ class Layer:
     where: str
     name: str
     shape: Shape
-    parts: Mapping[str, TensorHeader]
+    parts: _Parts
     config: AdapterConfig | None
     read: Callable[[TensorHeader], Tensor]
     base: Callable[[slice], Tensor]
@@ -144,18 +145,6 @@ class Layer:
         self.config.refuse(name, why)
 
 
-def _nothing(_: Layer) -> Mapping[str, Shape]:
-    return {}
-
-
-def _all(_: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
-    return shared
-
-
-def _always(_: Layer) -> bool:
-    return True
-
-
 @dataclass(frozen=True, eq=False)
 class AdapterType:
     """One type of adapters: how it changes a layer.
@@ -199,19 +188,19 @@ class AdapterType:
     name: str
     equation: str
     ends: Mapping[str, str]
-    shapes: Callable[[Layer], Mapping[str, Shape]] = _nothing
+    shapes: Callable[[Layer], Mapping[str, Shape]] = lambda _: {}
     update: Callable[[Layer], Tensor] | None = None
     factors: Callable[[Layer], LowRank] | None = None
     weight: Callable[[Layer], Tensor] | None = None
     rest: Callable[[Layer], Tensor] | None = None
     bias: Callable[[Layer], Tensor] | None = None
-    has_bias: Callable[[Layer], bool] = _always
+    has_bias: Callable[[Layer], bool] = lambda _: True
     rank: Callable[[Layer], int] | None = None
     matrix: Callable[[Mapping[str, Shape]], tuple[int, int] | None] | None = None
     fields: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     shared: Mapping[str, str] = field(default_factory=dict[str, str])
-    of_layer: Callable[[str, Mapping[str, TensorHeader]], Mapping[str, TensorHeader]] = _all
+    of_layer: Callable[[str, _Parts], _Parts] = lambda _, shared: shared
     whole: Mapping[str, str] = field(default_factory=dict[str, str])
     by_rows: bool = True
     integers: frozenset[str] = frozenset()
