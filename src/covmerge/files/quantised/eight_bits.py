@@ -113,10 +113,11 @@ def find_modelopt(stored: Stored) -> Found:
 def _of_modelopt(stored: Stored, name: str) -> Scaled:
     headers, scale = stored.checkpoint.headers, f"{name}_scale"
     exponents = headers[scale].dtype in EXPONENTS
-    small = name in headers and headers[name].dtype in FLOAT4
-    if small and not exponents:
-        return scaled(stored, name, scale, NVFP4, whole=f"{name}_scale_2")
-    return scaled(stored, name, scale, MXFP4 if small else MXFP8 if exponents else _OF_BLOCKS)
+    if name not in headers or headers[name].dtype not in FLOAT4:
+        return scaled(stored, name, scale, MXFP8 if exponents else _OF_BLOCKS)
+    if exponents:
+        return scaled(stored, name, scale, MXFP4)
+    return scaled(stored, name, scale, NVFP4, whole=f"{name}_scale_2")
 
 
 MODELOPT = Format(

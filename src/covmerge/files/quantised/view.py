@@ -289,8 +289,13 @@ def _plain_headers(stored: Stored, found: Found) -> dict[str, TensorHeader]:
     left = [name for name in headers if name not in owners and name not in found.unused]
     for name in packed_names.intersection(left):
         stored.refuse(f"'{name}' is there both packed and plain")
-    parts = {n for n in left if n.endswith(PARTS) or is_small(headers[n])}
-    stray = [n for n in left if n in parts or not packed_names.isdisjoint(_owners(n))]
+    stray = [
+        name
+        for name in left
+        if name.endswith(PARTS)
+        or is_small(headers[name])
+        or not packed_names.isdisjoint(_owners(name))
+    ]
     if stray:
         stored.refuse(
             f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
