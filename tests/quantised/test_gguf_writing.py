@@ -11,7 +11,7 @@ import covmerge
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, RecipeError
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.files.quantised.gguf import PlainTensor
+from covmerge.files.quantised.gguf import GgufTensor
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
 from covmerge.run.recompute import recompute
@@ -217,9 +217,7 @@ def test_a_base_that_is_no_gguf_file_is_refused(tmp_path):
 def test_what_was_added_to_a_norm_is_added_again():
     """As llama.cpp's converter does for Gemma."""
     header = TensorHeader("norm.weight", (8,), torch.float32)
-    packing = of_gguf(
-        PlainTensor(header, ("norm",), "F32", transposed=False, more=1.0), "F32", (8,)
-    )
+    packing = of_gguf(GgufTensor(header, ("norm",), "F32", more=1.0), "F32", (8,))
     assert packing is not None
     weights = torch.randn(8)
     (stored,) = packing.quantise(weights)

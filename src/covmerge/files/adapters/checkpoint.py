@@ -18,18 +18,10 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
 from covmerge.base.types import LowRank, TensorHeader
-from covmerge.files.adapters.adapterhub import (
-    ADAPTERHUB_NAMES,
-    HEAD_NAMES,
-    PeftNames,
-    as_peft,
-    is_of_adapterhub,
-)
 from covmerge.files.adapters.config import AdapterConfig
-from covmerge.files.adapters.folds import Folded, Folds
-from covmerge.files.adapters.gguf import GgufFactors, gguf_adapter, named_by_base
+from covmerge.files.adapters.folds import Folded, Folds, computed_in
+from covmerge.files.adapters.gguf import gguf_adapter, gguf_factors, named_by_base
 from covmerge.files.adapters.layout import ADAPTER_NAME, DIFFUSERS_FORM, KOHYA_FORM, LORA_NAME
-from covmerge.files.adapters.mlx import MLX_NAME, TurnedFactors, is_full, peft_fields
 from covmerge.files.adapters.names import (
     Contents,
     Stacked,
@@ -37,7 +29,17 @@ from covmerge.files.adapters.names import (
     looks_like_adapter,
     oriented,
     read_names,
-    wider,
+)
+from covmerge.files.adapters.other_libraries import (
+    ADAPTERHUB_NAMES,
+    HEAD_NAMES,
+    MLX_NAME,
+    adapterhub_factors,
+    adapterhub_fields,
+    is_full_mlx,
+    is_of_adapterhub,
+    mlx_factors,
+    mlx_fields,
 )
 from covmerge.files.adapters.parameters import find_parameters
 from covmerge.files.adapters.parts import updates_of_base
@@ -108,7 +110,7 @@ class AdapterCheckpoint(View):
         super().__init__(stored, None, *notes)
         self.is_adapter = True
         self.form: LoraForm = PEFT_FORM if config is not None else _form_of(stored.headers)
-        self.folds = folds or Folds(stored, config, contents.folded, contents.replaced)
+        self.folds = folds or Folds(stored, contents.folded, contents.replaced)
         self.adapter_config: Mapping[str, Any] = MappingProxyType(
             dict(config.fields) if config else {}
         )
@@ -238,11 +240,13 @@ class AdapterCheckpoint(View):
             CheckpointError: the base has no tensor for an update, or several.
         """
         if self._config is not None:
-            named = self._unwrapped(base, self._config)
+            contents = self._unwrapped(base, self._config)
+            updates = contents.updates
             if (architecture := self._config.architecture) is not None:
-                named = named._of_gguf(base, of_base or {}, architecture)
-            named = named._in_pieces(base, of_base)
-            return named if conv1d is None else named._oriented(conv1d)
+                updates = named_by_base(updates, base, of_base or {}, architecture, self.source)
+            if conv1d is not None:
+                updates = {name: oriented(update, conv1d) for name, update in updates.items()}
+            return self._in_pieces(replace(contents, updates=updates), base, of_base)
         changes = (*self._contents.updates.values(), *self._contents.folded.values())
         found, missing = updates_of_base(changes, base, self.source, folders)
         updates = {n: update for n, update in found.items() if isinstance(update, Update)}
@@ -251,36 +255,27 @@ class AdapterCheckpoint(View):
             f"{self.source}: {count} updates of {part} are of another base, and were left aside"
             for part, count in missing.items()
         )
-        contents = Contents(updates, self._contents.replaced, folded=folded)
-        return AdapterCheckpoint(self._stored, contents, None, (*self._notes, *notes))
+        return self._with(Contents(updates, self._contents.replaced, folded=folded), *notes)
 
     def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:
         """Return this adapter, which was made on a part of the base, with the base's names.
 
-        Args:
-            names: the base's names, by the adapter's.
-            root: what begins the base's names of the part.
-            note: a note for the user.
+        `names` has these by the adapter's, and `root` begins the names of the part.
         """
-        contents = self._contents.renamed(names, root)
-        return AdapterCheckpoint(self._stored, contents, self._config, (*self._notes, note))
+        return self._with(self._contents.renamed(names, root), note)
 
     def over(
         self, base: Checkpoint, names: Mapping[str, str], conv1d: Container[str] | None
     ) -> AdapterCheckpoint:
         """Return this adapter bound to its base, whose weights some types need to compute their own.
 
-        Args:
-            base: the base that the adapter is merged over.
-            names: the base's tensor names, by the adapter's names for them.
-            conv1d: as for `named_as`.
+        `names` has the base's tensor names, by the adapter's; for `conv1d` see `named_as`.
         """
         if not self._contents.folded:
             return self
         held = self._contents
-        folds = Folds(self._stored, self._config, held.folded, held.replaced, base, names, conv1d)
-        notes = (*self._notes, *folds.notes)
-        return AdapterCheckpoint(self._stored, self._contents, self._config, notes, folds)
+        folds = Folds(self._stored, held.folded, held.replaced, base, names, conv1d)
+        return self._with(held, *folds.notes, folds=folds)
 
     def rejoined(
         self, base: Checkpoint, names: Mapping[str, str], made: Mapping[str, Assembly]
@@ -297,7 +292,7 @@ class AdapterCheckpoint(View):
         }
         of_parts = [base.headers[part].dtype for part in held]
         of_parts += [(self.low_rank.get(n) or self.headers[n]).dtype for n in held.values()]
-        dtype = torch.float64 if torch.float64 in of_parts else torch.float32
+        dtype = computed_in(*of_parts)
 
         def read(part: str, rows: range) -> Tensor:
             name = held.get(part)
@@ -346,11 +341,20 @@ class AdapterCheckpoint(View):
                 f"{self.source}: '{stored.name}' is of shape {list(stored.shape)}, and its update "
                 f"of shape {list(update.shape)}: the adapter is damaged, fetch it again"
             )
-        return TensorHeader(name, stored.shape, wider(stored.dtype, update.dtype))
+        return TensorHeader(name, stored.shape, computed_in(stored.dtype, update.dtype))
 
-    def _unwrapped(
-        self, base: Mapping[str, TensorHeader], config: AdapterConfig
+    def _with(
+        self,
+        contents: Contents,
+        *notes: str,
+        stored: Checkpoint | None = None,
+        folds: Folds | None = None,
     ) -> AdapterCheckpoint:
+        """Return this adapter with other contents, and with more notes."""
+        of, more = stored or self._stored, (*self._notes, *notes)
+        return AdapterCheckpoint(of, contents, self._config, more, folds)
+
+    def _unwrapped(self, base: Mapping[str, TensorHeader], config: AdapterConfig) -> Contents:
         contents = self._contents
         root = contents.root
         part = {n.removeprefix(root): h for n, h in base.items() if n.startswith(root)}
@@ -360,30 +364,23 @@ class AdapterCheckpoint(View):
                 f"{self.source} holds '{min(twice)}' whole, and factors for it: the adapter is "
                 "damaged, fetch it again"
             )
-        found = replace(contents, updates={**contents.updates, **updates}, wrapped=wrapped)
-        return AdapterCheckpoint(self._stored, found, config, self._notes)
-
-    def _of_gguf(
-        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any], architecture: str
-    ) -> AdapterCheckpoint:
-        contents = self._contents
-        found = named_by_base(contents.updates, base, of_base, architecture, self.source)
-        return AdapterCheckpoint(
-            self._stored, replace(contents, updates=found), self._config, self._notes
-        )
+        return replace(contents, updates={**contents.updates, **updates}, wrapped=wrapped)
 
     def _in_pieces(
-        self, base: Mapping[str, TensorHeader], of_base: Mapping[str, Any] | None
+        self,
+        contents: Contents,
+        base: Mapping[str, TensorHeader],
+        of_base: Mapping[str, Any] | None,
     ) -> AdapterCheckpoint:
         """Split whole trained tensors as in the base's files; transformers joins some in memory."""
-        replaced, headers = self._contents.replaced, self._stored.headers
+        replaced, headers = contents.replaced, self._stored.headers
         shapes = {name: headers[stored].shape for name, stored in replaced.items()}
         found, by = converted(
             shapes, {name: header.shape for name, header in base.items()}, of_base
         )
         made = {name: one for name, one in found.items() if not isinstance(one, StoredTensor)}
         if not made:
-            return self
+            return self._with(contents)
         whole = {*replaced.values()}
         others = [name for name in headers if name not in whole]
         name = next(iter(made))
@@ -393,13 +390,7 @@ class AdapterCheckpoint(View):
         )
         pieces = Assembled(View(self._stored, {n: n for n in others} | dict(replaced)), made)
         held = {name: name for name in pieces.headers if name not in headers or name in replaced}
-        contents = replace(self._contents, replaced=held)
-        return AdapterCheckpoint(pieces, contents, self._config, (*self._notes, note))
-
-    def _oriented(self, conv1d: Container[str]) -> AdapterCheckpoint:
-        updates = {n: oriented(update, conv1d) for n, update in self._contents.updates.items()}
-        found = replace(self._contents, updates=updates)
-        return AdapterCheckpoint(self._stored, found, self._config, self._notes)
+        return self._with(replace(contents, replaced=held), note, stored=pieces)
 
     def _update(self, name: str) -> Update:
         if name in self._contents.wrapped or name in self.folds.missing:
@@ -416,19 +407,17 @@ class AdapterCheckpoint(View):
     def _matrix(self, update: Update, stack: Stacked, index: int) -> LowRank:
         """Read the factors of one matrix of a stack."""
         assert update.down is not None
-        dtype = wider(update.dtype, torch.float32)
+        dtype = computed_in(update.dtype)
         first = index * update.rank
         down = self._stored.read(update.down, range(first, first + update.rank)).to(dtype)
-        columns = (
-            slice(first, first + update.rank)
-            if stack.by_expert
-            else slice(index, None, stack.count)
-        )
+        columns = slice(index, None, stack.count)
+        if stack.by_expert:
+            columns = slice(first, first + update.rank)
         up = self._read_whole(update.up)[:, columns].to(dtype)
         return _product(up, down, update)
 
     def _factors(self, update: Update) -> LowRank:
-        dtype = wider(update.dtype, torch.float32)
+        dtype = computed_in(update.dtype)
         scale = update.scale
         if update.alpha is not None:
             scale *= self._number(update.alpha)
@@ -523,10 +512,7 @@ def open_adapter_folder(
 def open_adapter_file(
     source: str, given: Path | StoredFile, stored_as: StoredAs = as_stored
 ) -> Checkpoint:
-    """Open one file of weights, as an adapter if its tensors have the names of one.
-
-    These are the names of PEFT, diffusers or Kohya's scripts.
-    """
+    """Open one file of weights, as an adapter if its tensors have names of PEFT, diffusers or Kohya."""
     file = local_file(given)
     configured = file.name in _FILES and file.store.is_file(ADAPTER_CONFIG)
     if configured or file.name in _WEIGHTS:
@@ -534,7 +520,8 @@ def open_adapter_file(
         return _open(source, file.store, (file.name, *beside), stored_as=stored_as)
     stored = stored_as(open_file(source, file))
     if (settings := gguf_adapter(stored)) is not None:
-        return _open_gguf(source, GgufFactors(stored, settings))
+        factors, config = gguf_factors(stored, settings)
+        return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
     if not looks_like_adapter(stored.headers):
         return stored
     alpha = next((name for name in stored.headers if name.endswith(".alpha")), None)
@@ -544,14 +531,13 @@ def open_adapter_file(
             f"{file} has '{alpha}', and lora_alpha in its metadata (lora_adapter_metadata), which may say "
             "otherwise: save a copy without one of them"
         )
-    notes = () if alpha is not None or of_parts else (_without_scale(file),)
+    notes: tuple[str, ...] = ()
+    if alpha is None and not of_parts:
+        notes = (
+            f"{file} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1",
+        )
     contents = read_names(stored.headers, None, source, of_parts)
     return AdapterCheckpoint(stored, contents, None, notes)
-
-
-def _open_gguf(source: str, factors: GgufFactors) -> AdapterCheckpoint:
-    config = AdapterConfig(source, factors.fields, architecture=factors.architecture)
-    return AdapterCheckpoint(factors, read_names(factors.headers, config, source), config)
 
 
 def open_adapter_memory(
@@ -638,12 +624,12 @@ def _open(
     fields = read_object(child(store, ADAPTER_CONFIG), _MAX_VALUES)
     of_mlx, of_adapterhub = weights == MLX_NAME, is_of_adapterhub(fields)
     if of_adapterhub:
-        fields = as_peft(source, fields)
+        fields = adapterhub_fields(source, fields)
         notes += tuple(
             f"{store}: the head {name} was not read" for name in HEAD_NAMES if name in names
         )
-    config = AdapterConfig(source, peft_fields(source, fields) if of_mlx else fields, of_mlx)
-    whole = of_mlx and is_full(fields)
+    config = AdapterConfig(source, mlx_fields(source, fields) if of_mlx else fields, of_mlx)
+    whole = of_mlx and is_full_mlx(fields)
     if weights is None:
         raise CheckpointError(
             f"{store} has {ADAPTER_CONFIG} and neither {' nor '.join(_FILES)}: the download was "
@@ -654,9 +640,9 @@ def _open(
     modules = open_modules(store, names)
     stored = stored_as(modules.joined(source, store, {file: open_weights(file)}, beside))
     if of_mlx and not whole:
-        stored = TurnedFactors(stored, config.rank(""))
+        stored = mlx_factors(stored, config.rank(""))
     if of_adapterhub:
-        stored = PeftNames(stored, fields)
+        stored = adapterhub_factors(stored, fields)
     return _as_adapter(stored, config, str(store), whole=whole, notes=notes)
 
 
@@ -683,14 +669,10 @@ def _as_adapter(
             f"{where} holds no low-rank factors, only {len(stored.headers)} whole tensors: it is no "
             "LoRA adapter. Pass a full model, or the adapter's own folder"
         )
-    lost = (_LOST_BIASES.format(stored.source),) if _lacks_biases(config, contents) else ()
+    biases = (name.removesuffix("weight") + "bias" for name in contents.updates)
+    lacks = config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(biases)
+    lost = (_LOST_BIASES.format(stored.source),) if lacks else ()
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
-
-
-def _lacks_biases(config: AdapterConfig, contents: Contents) -> bool:
-    """Return whether the configuration says that biases were trained, and none is stored."""
-    names = (name.removesuffix("weight") + "bias" for name in contents.updates)
-    return config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(names)
 
 
 def _form_of(names: Collection[str]) -> LoraForm:
@@ -717,9 +699,3 @@ def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
 def _metadata(file: StoredFile) -> dict[str, str]:
     start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
     return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))
-
-
-def _without_scale(where: object) -> str:
-    return (
-        f"{where} says nothing of its scale (no {ADAPTER_CONFIG}, no alpha), which was taken as 1"
-    )

@@ -159,7 +159,8 @@ class AdapterConfig:
         if self.fields.get("init_lora_weights") not in _PLAIN_INITS:
             why = "and its factors belong to a base that it changed by what no file has"
             self.refuse("init_lora_weights", why, _SAVE_AGAIN)
-        for name, (value, why) in self.kind.refused.items() if self.kind else ():
+        if self.kind is not None and self.kind.refused is not None:
+            name, value, why = self.kind.refused
             if self.fields.get(name) == value:
                 self.refuse(name, why)
         for name in ("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying"):
@@ -169,25 +170,18 @@ class AdapterConfig:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user about this configuration; some arise only when layers are asked about."""
-        unknown = sorted(set(self.fields) - self._known - _KNOWN_OFF)
-        later = f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
-        return (
-            *((later,) if unknown else ()),
-            *self._notes_on_age(),
-            *self._notes_on_layout(),
-            *self._notes_on_order(),
-        )
+        return tuple(self._notes())
 
-    def _notes_on_age(self) -> Iterator[str]:
+    def _notes(self) -> Iterator[str]:
+        if unknown := sorted(set(self.fields) - self._known - _KNOWN_OFF):
+            yield f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         kind = self.kind
-        if kind is not None and kind.older is not None and kind.is_older(self.fields):
+        if kind is not None and kind.older is not None and kind.older[0] not in self.fields:
             field, otherwise = kind.older
             yield (
                 f"{self.where} has no {field}: a PEFT saved it that {otherwise}. It was read as that PEFT "
                 "computed it"
             )
-
-    def _notes_on_layout(self) -> Iterator[str]:
         stated = any(self.fields.get(name) is not None for name in (_LAYOUT, _LAYOUTS))
         if self._is_of_old_unsloth and not stated:
             yield (
@@ -195,8 +189,6 @@ class AdapterConfig:
                 f'taken as {_PACKED_BY_EXPERT[0]}, as Unsloth had them before 2026.9.6. "{_LAYOUT}": '
                 f'"{_RANK_MAJOR}" in adapter_config.json takes them as PEFT\'s'
             )
-
-    def _notes_on_order(self) -> Iterator[str]:
         for name, of_modules in self._ordered.items():
             module, (first, last, taken) = next(iter(of_modules.items()))
             others = len(of_modules) - 1
@@ -214,11 +206,6 @@ class AdapterConfig:
         """The adapter's type, or None for LoRA and AdaLoRA."""
         name: str = self.fields["peft_type"]
         return TYPES.get(name) or FORMER.get(name)
-
-    @property
-    def is_dora(self) -> bool:
-        """Whether it is LoRA with magnitudes."""
-        return bool(self.fields.get("use_dora"))
 
     @property
     def base_model(self) -> str | None:

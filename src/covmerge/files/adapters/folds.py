@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 import torch
@@ -53,10 +54,8 @@ class Folded:
     def dtype(self) -> torch.dtype:
         """The widest floating dtype of the stored parts."""
         found = [part.dtype for part in self.parts.values() if part.dtype.is_floating_point]
-        wide = next((d for d in found if d == torch.float64), None)
-        return wide or next(
-            (d for d in found if d == torch.float32), found[0] if found else torch.float32
-        )
+        wide = (dtype for dtype in (torch.float64, torch.float32) if dtype in found)
+        return next(chain(wide, found, (torch.float32,)))
 
     @property
     def elements(self) -> int:
@@ -110,7 +109,6 @@ class Folds:
 
     Args:
         stored: the adapter's file.
-        config: its configuration; None: it has none.
         folded: the layers, by name.
         replaced: names of whole tensors in the file, by the names of the base's tensors they replace.
         base: the base that the adapter is merged over; None: not known yet.
@@ -128,14 +126,13 @@ class Folds:
     def __init__(
         self,
         stored: Checkpoint,
-        config: AdapterConfig | None,
         folded: Mapping[str, Folded],
         replaced: Mapping[str, str],
         base: Checkpoint | None = None,
         names: Mapping[str, str] | None = None,
         conv1d: Container[str] | None = None,
     ) -> None:
-        self._stored, self._config, self._base = stored, config, base
+        self._stored, self._base = stored, base
         self._replaced = replaced
         self._places: dict[str, _Place] = {}
         self._biases: dict[str, _Place] = {}
@@ -153,15 +150,9 @@ class Folds:
         self._widest = self._find_widest()
         for name, place in self._places.items():
             self._take(name, place)
-        for place in [
-            place for place in self._places.values() if place.layer.kind.rest is not None
-        ]:
-            self._leave_rest(place, names or {})
-
-    @property
-    def needs_base(self) -> bool:
-        """Whether any tensor is computed from the base's values, or any update is added to them."""
-        return bool(self.headers)
+        for place in self._places.values():
+            if place.layer.kind.rest is not None:
+                self._leave_rest(place, names or {})
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -176,8 +167,8 @@ class Folds:
         )
 
     def materialize(self) -> None:
-        """Fetch the base's weights if they are needed."""
-        if self._base is not None and self.needs_base:
+        """Fetch the base's weights if any tensor is computed from them."""
+        if self._base is not None and self.headers:
             self._base.materialize()
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
@@ -222,7 +213,7 @@ class Folds:
     def _take(self, name: str, place: _Place) -> None:
         kind, layer = place.layer.kind, self._layer(place)
         check_shapes(kind, layer)
-        dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
+        dtype = computed_in(place.layer.dtype, place.weight.header.dtype)
         if kind.factors is not None and kind.rank is not None:
             shape = (place.weight.shape[0], prod(place.weight.shape[1:]))
             self.ranks[name] = (kind.rank(layer), shape, place.layer.dtype)
@@ -254,7 +245,7 @@ class Folds:
                     "(save_embedding_layers=True)"
                 )
             self._rests[name] = place
-            dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
+            dtype = computed_in(place.layer.dtype, place.weight.header.dtype)
             self.headers[name] = TensorHeader(name, place.weight.shape, dtype)
 
     def _place(self, name: str) -> _Place:
@@ -265,8 +256,8 @@ class Folds:
     ) -> _Place:
         weight = self._stored_as(layer.name, base, name)
         assert weight is not None
-        flat = len(weight.shape) == 2
-        by_config = flat and self._config is not None and self._config.transposed
+        config = layer.config
+        by_config = len(weight.shape) == 2 and config is not None and config.transposed
         turned = layer.table or (by_config if conv1d is None else name in conv1d)
         _check(layer, weight.header, turned=turned)
         named, bias = (n.removesuffix(".weight") + _BIAS for n in (layer.name, name))
@@ -292,7 +283,7 @@ class Folds:
         return value.T.contiguous() if place.turned else value
 
     def _layer(self, place: _Place, rows: slice = slice(None)) -> Layer:
-        dtype = _computed_in(place.layer.dtype, place.weight.header.dtype)
+        dtype = computed_in(place.layer.dtype, place.weight.header.dtype)
 
         def of_base(rows: slice) -> Tensor:
             whole = place.turned or rows == slice(None)
@@ -331,7 +322,8 @@ def _new_rows(layer: Layer, kind: AdapterType) -> Tensor:
     return layer.weight.add_(kind.update(layer))
 
 
-def _computed_in(*stored: torch.dtype) -> torch.dtype:
+def computed_in(*stored: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 if any of the stored dtypes is that, else float32."""
     return torch.float64 if torch.float64 in stored else torch.float32
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.adapters.layout import PREFIX
+from covmerge.files.adapters.config import AdapterConfig
+from covmerge.files.adapters.layout import PREFIX, AsPeft
 from covmerge.files.adapters.names import Update
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.checkpoints.view import View
-from covmerge.files.quantised.gguf_file import GgufSettings
+from covmerge.files.quantised.gguf_file import GgufSettings, gguf_package
 
 # Architectures for which it is known how llama.cpp's converter orders rows: it permutes only
 # Llama's q and k.
@@ -43,56 +40,41 @@ def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
     settings = (stored.config or {}).get(QUANTISATION)
     if not isinstance(settings, GgufSettings):
         return None
-    metadata = cast("Mapping[str, object]", settings["metadata"])
-    return settings if metadata.get("general.type") == "adapter" else None
+    return settings if settings.metadata.get("general.type") == "adapter" else None
 
 
-class GgufFactors(View):
-    """A view of a GGUF file's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
+def gguf_factors(stored: Checkpoint, settings: GgufSettings) -> tuple[AsPeft, AdapterConfig]:
+    """Return a GGUF file's factors as PEFT's, with the configuration that PEFT would have.
 
     Raises:
         CheckpointError: the file is no LoRA of plain matrices, or has no alpha.
     """
-
-    def __init__(self, stored: Checkpoint, settings: GgufSettings) -> None:
-        super().__init__(stored)
-        self.source, self.notes, self.config = stored.source, stored.notes, None
-        metadata = cast("Mapping[str, object]", settings["metadata"])
-        self._names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {
-                name: TensorHeader(name, _shape(stored.headers[old]), stored.headers[old].dtype)
-                for name, old in self._names.items()
-            }
+    names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
+    found = AsPeft(stored, names, {n for n in names if n.endswith(_TABLE_ENDS[".weight.lora_a"])})
+    found.config = None
+    metadata = settings.metadata
+    alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")
+    if kind != "lora" or not isinstance(alpha, float):
+        raise CheckpointError(
+            f"{stored.source} has adapter.type = {kind} and adapter.lora.alpha = {alpha}, and a LoRA "
+            f"with a number is read: convert it again, or {_STEP}"
         )
-        alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")
-        if kind != "lora" or not isinstance(alpha, float):
-            raise CheckpointError(
-                f"{stored.source} has adapter.type = {kind} and adapter.lora.alpha = {alpha}, and a LoRA "
-                f"with a number is read: convert it again, or {_STEP}"
-            )
-        self.architecture = str(metadata.get("general.architecture"))
-        # llama.cpp's scale is alpha over each factor's own rank; an alpha of 0 means the scale 1.
-        ranks = {name.removeprefix(PREFIX): header.shape[0] for name, header in self._downs()}
-        self.fields: Mapping[str, Any] = {
-            "peft_type": "LORA",
-            "r": next(iter(ranks.values()), 1),
-            "rank_pattern": {re.escape(name): rank for name, rank in ranks.items()},
-            "lora_alpha": alpha,
-            **({"alpha_pattern": {re.escape(n): r for n, r in ranks.items()}} if not alpha else {}),
-        }
-
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, self.source)
-        value = self._stored.read(self._names[name])
-        turned = value.T.contiguous() if name.endswith("_embedding_A") else value
-        return turned if rows is None else turned[rows.start : rows.stop].clone()
-
-    def _downs(self) -> Iterable[tuple[str, TensorHeader]]:
-        for name, header in self.headers.items():
-            for end in (".lora_A.weight", ".lora_embedding_A"):
-                if name.endswith(end):
-                    yield name.removesuffix(end), header
+    # llama.cpp's scale is alpha over each factor's own rank; an alpha of 0 means the scale 1.
+    ranks = {
+        re.escape(name.removeprefix(PREFIX).removesuffix(end)): header.shape[0]
+        for name, header in found.headers.items()
+        for end in (".lora_A.weight", ".lora_embedding_A")
+        if name.endswith(end)
+    }
+    fields = {
+        "peft_type": "LORA",
+        "r": next(iter(ranks.values()), 1),
+        "rank_pattern": ranks,
+        "lora_alpha": alpha,
+        **({} if alpha else {"alpha_pattern": ranks}),
+    }
+    architecture = str(metadata.get("general.architecture"))
+    return found, AdapterConfig(stored.source, fields, architecture=architecture)
 
 
 def named_by_base(
@@ -120,7 +102,7 @@ def _names(
     updates: Iterable[str], base: Iterable[str], architecture: str, where: str
 ) -> dict[str, str]:
     """Return the base's tensor names, by llama.cpp's names for them."""
-    package: Any = importlib.import_module("gguf")
+    package = gguf_package()
     known = {name: arch for arch, name in package.MODEL_ARCH_NAMES.items()}
     if architecture not in ARCHITECTURES or architecture not in known:
         raise CheckpointError(
@@ -167,11 +149,6 @@ def _peft_name(header: TensorHeader, where: str) -> str:
         )
     module = header.name.removesuffix(end)
     return f"{PREFIX}{module}{(_TABLE_ENDS if module == _TABLE else _ENDS)[end]}"
-
-
-def _shape(stored: TensorHeader) -> tuple[int, ...]:
-    turned = stored.name == f"{_TABLE}.weight.lora_a"
-    return stored.shape[::-1] if turned else stored.shape
 
 
 def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:

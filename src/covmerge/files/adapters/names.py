@@ -12,9 +12,9 @@ import torch
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import MERGE_FIRST, AdapterConfig
-from covmerge.files.adapters.folds import Folded
+from covmerge.files.adapters.folds import Folded, computed_in
 from covmerge.files.adapters.layout import PREFIX
-from covmerge.files.adapters.mlx import MLX_ENDS, MLX_NAME
+from covmerge.files.adapters.other_libraries import MLX_ENDS, MLX_NAME
 from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
 from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE
@@ -60,12 +60,10 @@ _OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
 _RESIZED = ".token_adapter.base_layer."
 # The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
+_OUT_PROJ = ".base_layer.out_proj"  # of nn.MultiheadAttention
+_Parts = Mapping[str, TensorHeader]
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
-_KINDS = {  # refused kinds of layers, by part of their names
-    "p_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
-    "q_layer.": "of T-LoRA, which begins as singular vectors that the file has not",
-    "lambda_layer": "of T-LoRA, which begins as singular vectors that the file has not",
-}
+_OF_TLORA = ("p_layer.", "q_layer.", "lambda_layer")  # parts of names
 # PEFT does not read these files.
 _MERGE_FILE_FIRST = (
     "merge it into its base with LyCORIS (names with lycoris_: net, _ = "
@@ -215,17 +213,14 @@ def read_names(
 ) -> Contents:
     """Sort the tensors of an adapter into updates and whole tensors.
 
-    Args:
-        stored: the headers of its file.
-        config: its configuration; None: it has none, and its scales are 1 or stored as alpha.
-        where: the adapter, for errors.
-        of_parts: for a file without configuration, those of the parts of a pipeline, by their prefixes.
+    Without a configuration its scales are 1 or stored as alpha, or those of `of_parts`: the configurations
+    of the parts of a pipeline, by their prefixes.
 
     Raises:
         CheckpointError: the meaning of a tensor is not known, one tensor of a pair is missing, or
             shapes contradict each other or the configuration.
     """
-    modules: dict[str, dict[str, str]] = {}
+    modules: dict[str, dict[str, TensorHeader]] = {}
     replaced: dict[str, str] = {}
     kind = None if config is None else config.kind
     shared: dict[str, TensorHeader] = {}
@@ -241,23 +236,25 @@ def read_names(
         if part:
             found = modules.setdefault(module, {})
             if part in found:
-                raise CheckpointError(f"{where} has both '{found[part]}' and '{name}': remove one")
-            found[part] = name
+                raise CheckpointError(
+                    f"{where} has both '{found[part].name}' and '{name}': remove one"
+                )
+            found[part] = header
         elif replaced.setdefault(_base_name(module), name) != name:
             raise CheckpointError(
                 f"{where} has both '{replaced[_base_name(module)]}' and '{name}' for "
                 f"'{_base_name(module)}': remove one"
             )
     if config is not None:
-        config.expect({_owner(module) for module in modules})
-    reader = _Reader(stored, config, where, modules, of_parts or {})
+        config.expect({_unwrapped(module.removesuffix(_OUT_PROJ)) for module in modules})
+    reader = _Reader(config, where, modules, of_parts or {})
     updates: dict[str, Update] = {}
     wrapped: dict[str, Wrapped] = {}
     folded: dict[str, Folded] = {}
     for module, parts in modules.items():
-        if (bias := reader.difference_of_bias(module, parts)) is not None:
-            folded[bias.name] = bias
-        parts = {part: name for part, name in parts.items() if part != OF_BIAS}
+        if (difference := parts.pop(OF_BIAS, None)) is not None:
+            bias, shape = f"{module}.bias", (difference.numel, 1)
+            folded[bias] = Folded(bias, module, DIFF, {DIFFERENCE: difference}, shape)
         if not parts:
             continue
         if (layer := reader.folded(module, parts, shared)) is not None:
@@ -287,11 +284,6 @@ def oriented(update: Update, conv1d: Container[str]) -> Update:
         return update
     rows, columns = update.shape
     return replace(update, transposed=transposed, shape=(columns, rows))
-
-
-def wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute in: float64 if either dtype is float64, float32 otherwise."""
-    return torch.float64 if torch.float64 in (one, other) else torch.float32
 
 
 def _split(
@@ -334,7 +326,9 @@ def _refuse_tensor(name: str, config: AdapterConfig | None, where: str) -> NoRet
             f"{where}: '{name}' is a factor of mlx-lm, whose scale is in adapter_config.json: put that and "
             f"this file, called {MLX_NAME}, into one folder, and pass the folder"
         )
-    kind = next((kind for mark, kind in _KINDS.items() if mark in name), "of no kind that is read")
+    kind = "of no kind that is read"
+    if any(mark in name for mark in _OF_TLORA):
+        kind = "of T-LoRA, which begins as singular vectors that the file has not"
     step = MERGE_FIRST if config is not None else _MERGE_FILE_FIRST
     raise CheckpointError(f"{where}: '{name}' is {kind}, not a factor of LoRA: {step}")
 
@@ -351,9 +345,8 @@ def _unwrapped(module: str) -> str:
     return module
 
 
-def _owner(module: str) -> str:
-    """Return the name of a module in the configuration."""
-    return _unwrapped(module.removesuffix(".base_layer.out_proj"))
+def _dtype_of(down: TensorHeader, up: TensorHeader) -> torch.dtype:
+    return down.dtype if down.dtype == up.dtype else computed_in(down.dtype, up.dtype)
 
 
 class _Reader:
@@ -361,62 +354,39 @@ class _Reader:
 
     def __init__(
         self,
-        stored: Mapping[str, TensorHeader],
         config: AdapterConfig | None,
         where: str,
-        modules: Mapping[str, Mapping[str, str]],
+        modules: Mapping[str, _Parts],
         of_parts: Mapping[str, AdapterConfig],
     ) -> None:
         self._of_parts = of_parts
-        self._stored = stored
         self._config = config
         self._where = where
         self._modules = modules
         ends = [(parts.get("table_down"), parts.get("table_up")) for parts in modules.values()]
-        self._tables = {(stored[a].shape, stored[b].shape) for a, b in ends if a and b}
+        self._tables = {(a.shape, b.shape) for a, b in ends if a and b}
         self._attention = {
-            module.removesuffix(".base_layer.out_proj")
-            for module in modules
-            if module.endswith(".base_layer.out_proj")
+            module.removesuffix(_OUT_PROJ) for module in modules if module.endswith(_OUT_PROJ)
         }
 
-    def difference_of_bias(self, module: str, parts: Mapping[str, str]) -> Folded | None:
-        """Return the difference stored for a module's bias, whatever happens to its weight."""
-        if OF_BIAS not in parts:
-            return None
-        header = self._stored[parts[OF_BIAS]]
-        shape = (header.numel, 1)
-        return Folded(f"{module}.bias", module, DIFF, {DIFFERENCE: header}, shape)
-
-    def folded(
-        self, module: str, parts: Mapping[str, str], shared: Mapping[str, TensorHeader]
-    ) -> Folded | None:
+    def folded(self, module: str, parts: _Parts, shared: _Parts) -> Folded | None:
         """Return a module's layer if its update is not a product of stored factors, else None."""
-        headers = {part: self._stored[name] for part, name in parts.items()}
         config, owner = self._configured(_unwrapped(module))
-        kind = self._kind(headers, config)
+        kind = self._kind(parts, config)
         if kind is None:
             return None
         name = f"{_unwrapped(module)}.{kind.leaf}"
         if self._config is not None and kind is not TRAINABLE_TOKENS:
             if self._config.parameters(owner):
                 self._config.refuse("target_parameters", f"and {kind.name} is read of layers alone")
-            if not (self._config.tied and self._is_of_table(module)):
-                self._config.check_target(owner)
-        table = "table_down" in headers or "table_up" in headers
+            self._check_target(module, owner)
+        table = "table_down" in parts or "table_up" in parts
         names = {"table_down": "down", "table_up": "up"}
-        found = {names.get(part, part): header for part, header in headers.items()}
+        found = {names.get(part, part): header for part, header in parts.items()}
         shapes = {part: header.shape for part, header in found.items()}
         matrix = None if kind.matrix is None else kind.matrix(shapes)
-        return Folded(
-            name,
-            owner,
-            kind,
-            {**kind.of_layer(owner, shared), **found},
-            matrix,
-            table,
-            config=config,
-        )
+        of_layer = {**kind.of_layer(owner, shared), **found}
+        return Folded(name, owner, kind, of_layer, matrix, table, config=config)
 
     def _configured(self, module: str) -> tuple[AdapterConfig | None, str]:
         """Return a module's configuration, and the module's name in that configuration."""
@@ -425,9 +395,7 @@ class _Reader:
                 return config, module.removeprefix(part)
         return self._config, module
 
-    def _kind(
-        self, parts: Mapping[str, TensorHeader], config: AdapterConfig | None
-    ) -> AdapterType | None:
+    def _kind(self, parts: _Parts, config: AdapterConfig | None) -> AdapterType | None:
         """Return the type of a layer; None: plain LoRA."""
         if config is not None and config.kind is not None:
             return config.kind
@@ -435,7 +403,7 @@ class _Reader:
             if len(parts) > 1:
                 self._refuse_shape(parts[TOKENS], "beside factors of the same module")
             return TRAINABLE_TOKENS
-        wants = config is not None and config.is_dora
+        wants = config is not None and bool(config.fields.get("use_dora"))
         if config is not None and wants != (MAGNITUDE in parts):
             have = next(iter(parts.values())).name
             raise CheckpointError(
@@ -445,28 +413,29 @@ class _Reader:
             )
         return kind_of(parts, {} if config is None else config.fields)
 
-    def wrapped(self, module: str, parts: Mapping[str, str]) -> Wrapped | None:
+    def wrapped(self, module: str, parts: _Parts) -> Wrapped | None:
         """Return the factors if their parameter must be looked up in the base, else None."""
         owner = _unwrapped(module)
         names = self._config.parameters(owner) if self._config else ()
         if self._config is None or not names or not {"down", "up"} <= parts.keys():
             return None
         for part in parts.keys() - {"down", "up"}:
-            self._refuse_shape(self._stored[parts[part]], "which PEFT has for no parameter")
+            self._refuse_shape(parts[part], "which PEFT has for no parameter")
         down, up = parts["down"], parts["up"]
         terms, d_out, d_in = self._sizes(down, up, rows=True)
         nested = module != owner or f"{module}.base_layer" in self._modules
         if not nested and len(names) == 1 and terms == self._config.rank(f"{owner}.{names[0]}"):
             return None  # the module has one matrix, so there is no choice
-        return Wrapped(owner, names, (d_out, d_in), terms, self._dtype(down, up), up, down)
+        dtype = _dtype_of(down, up)
+        return Wrapped(owner, names, (d_out, d_in), terms, dtype, up.name, down.name)
 
-    def updates(self, module: str, parts: Mapping[str, str]) -> list[Update]:
+    def updates(self, module: str, parts: _Parts) -> list[Update]:
         """Return the update of a module's weight, and of its bias if it has one."""
         table = "table_down" in parts or "table_up" in parts
         ends = ("table_down", "table_up") if table else ("down", "up")
         for part, other in (ends, ends[::-1]):
             if part not in parts:
-                have = parts.get(other, next(iter(parts.values())))
+                have = parts.get(other, next(iter(parts.values()))).name
                 raise CheckpointError(
                     f"{self._where} has '{have}' and not the factor that belongs to it: the file "
                     "is incomplete, fetch it again"
@@ -475,7 +444,7 @@ class _Reader:
         rank, d_out, d_in = self._sizes(down, up, rows=table)
         target, weight = self._target(module)
         # PEFT's flag holds for all layers stored as (d_in, d_out), but not for convolutions.
-        flat = len(self._stored[down].shape) == 2
+        flat = len(down.shape) == 2
         turned = flat and self._config is not None and self._config.transposed
         transposed = table or turned
         scale = self._scale(target, rank, parts)
@@ -483,11 +452,11 @@ class _Reader:
             name=weight,
             shape=(d_in, d_out) if transposed else (d_out, d_in),
             rank=rank,
-            dtype=self._dtype(down, up),
-            up=up,
-            down=down,
+            dtype=_dtype_of(down, up),
+            up=up.name,
+            down=down.name,
             # PEFT adds the update of an attention's out_proj twice, in training and when it merges.
-            scale=2 * scale if module.endswith(".base_layer.out_proj") else scale,
+            scale=2 * scale if module.endswith(_OUT_PROJ) else scale,
             transposed=transposed,
             table=table,
             middle=self._middle(parts, rank),
@@ -496,8 +465,9 @@ class _Reader:
         )
         return [update, *self._bias(update, module, parts, d_out)]
 
-    def _sizes(self, down: str, up: str, *, rows: bool) -> tuple[int, int, int]:
-        first, second = self._stored[down], self._stored[up]
+    def _sizes(
+        self, first: TensorHeader, second: TensorHeader, *, rows: bool
+    ) -> tuple[int, int, int]:
         for header in (first, second):
             if len(header.shape) < 2 or not header.dtype.is_floating_point:
                 self._refuse_shape(header, "which is no matrix of floating numbers")
@@ -505,9 +475,10 @@ class _Reader:
         # DyLoRA's B has no window, even beside the A of a convolution.
         fits = len(second.shape) in (2, len(first.shape)) and second.shape[1] == rank
         if is_grouped(rank, second.shape):
-            raise CheckpointError(f"{self._where}: the layer of '{up}' {OF_GROUPS}")
+            raise CheckpointError(f"{self._where}: the layer of '{second.name}' {OF_GROUPS}")
         if not fits or any(size != 1 for size in second.shape[2:]):
-            self._refuse_shape(second, f"which does not fit '{down}' of shape {list(first.shape)}")
+            other = f"'{first.name}' of shape {list(first.shape)}"
+            self._refuse_shape(second, f"which does not fit {other}")
         d_in = first.numel // rank if rank else first.shape[1]
         empty = rank == 0 and not (self._config is not None and self._config.is_adalora)
         if empty or d_out == 0 or d_in == 0 or (rows and len(first.shape) != 2):
@@ -516,7 +487,7 @@ class _Reader:
 
     def _target(self, module: str) -> tuple[str, str]:
         """Return a module's name in the configuration, and the name of its weight."""
-        inner = module.removesuffix(".base_layer.out_proj")
+        inner = module.removesuffix(_OUT_PROJ)
         owner = inner if inner in self._attention else module
         parameters = self._config.parameters(owner) if self._config else ()
         if "base_layer" in owner.split("."):
@@ -526,11 +497,14 @@ class _Reader:
             )
         if parameters:
             return f"{owner}.{parameters[0]}", f"{owner}.{parameters[0]}"
-        if self._config is not None and not (self._config.tied and self._is_of_table(module)):
-            self._config.check_target(owner)
+        self._check_target(module, owner)
         if owner in self._attention:
             return owner, f"{owner}.{'in_proj_weight' if owner == module else 'out_proj.weight'}"
         return owner, f"{owner}.weight"
+
+    def _check_target(self, module: str, owner: str) -> None:
+        if self._config is not None and not (self._config.tied and self._is_of_table(module)):
+            self._config.check_target(owner)
 
     def _is_of_table(self, module: str) -> bool:
         """Return whether a module is an embedding or has one's transposed factors, `(r, n)`, `(d, r)`."""
@@ -539,10 +513,10 @@ class _Reader:
             return True
         if not {"down", "up"} <= parts.keys():
             return False
-        down, up = (self._stored[parts[part]].shape for part in ("down", "up"))
+        down, up = parts["down"].shape, parts["up"].shape
         return (up[::-1], down[::-1]) in self._tables
 
-    def _scale(self, module: str, rank: int, parts: Mapping[str, str]) -> float:
+    def _scale(self, module: str, rank: int, parts: _Parts) -> float:
         config, name = self._configured(module)
         if config is None:
             return 1.0 / rank if "alpha" in parts else 1.0
@@ -551,56 +525,45 @@ class _Reader:
             return scale / config.rank_divisor
         return scale
 
-    def _middle(self, parts: Mapping[str, str], rank: int) -> str | None:
+    def _middle(self, parts: _Parts, rank: int) -> str | None:
         if self._config is None or not self._config.is_adalora:
             return None
         if "middle" not in parts:
             raise CheckpointError(
-                f"{self._where} has '{parts['down']}' and no lora_E beside it: the file is "
+                f"{self._where} has '{parts['down'].name}' and no lora_E beside it: the file is "
                 "incomplete, fetch it again"
             )
-        header = self._stored[parts["middle"]]
+        header = parts["middle"]
         if header.numel != rank or not header.dtype.is_floating_point:
             self._refuse_shape(header, f"which are not {rank} floating numbers")
         return header.name
 
-    def _number(self, name: str | None) -> str | None:
-        if name is not None and self._stored[name].numel != 1:
-            self._refuse_shape(self._stored[name], "which is not one number")
-        return name
+    def _number(self, header: TensorHeader | None) -> str | None:
+        if header is not None and header.numel != 1:
+            self._refuse_shape(header, "which is not one number")
+        return header and header.name
 
-    def _bias(
-        self, weight: Update, module: str, parts: Mapping[str, str], d_out: int
-    ) -> list[Update]:
+    def _bias(self, weight: Update, module: str, parts: _Parts, d_out: int) -> list[Update]:
         if "bias" not in parts:
             return []
-        header = self._stored[parts["bias"]]
+        header = parts["bias"]
         if weight.name != f"{module}.weight":
             self._refuse_shape(header, "which PEFT leaves aside in nn.MultiheadAttention")
         if header.shape != (d_out,) or not header.dtype.is_floating_point:
             self._refuse_shape(header, f"which are not {d_out} floating numbers")
-        return [
-            Update(
-                name=f"{module}.bias",
-                shape=(d_out, 1),
-                rank=1,
-                dtype=header.dtype,
-                up=header.name,
-                down=None,
-                scale=weight.scale,
-                alpha=weight.alpha,
-            )
-        ]
+        bias = Update(
+            name=f"{module}.bias",
+            shape=(d_out, 1),
+            rank=1,
+            dtype=header.dtype,
+            up=header.name,
+            down=None,
+            scale=weight.scale,
+            alpha=weight.alpha,
+        )
+        return [bias]
 
-    def _dtype(self, down: str, up: str) -> torch.dtype:
-        one, other = self._stored[down].dtype, self._stored[up].dtype
-        return one if one == other else wider(one, other)
-
-    def _refuse_shape(
-        self,
-        header: TensorHeader,
-        why: str,
-    ) -> NoReturn:
+    def _refuse_shape(self, header: TensorHeader, why: str) -> NoReturn:
         raise CheckpointError(
             f"{self._where}: '{header.name}' is {header.dtype} of shape {list(header.shape)}, "
             f"{why}: fetch it again, or save the adapter again from gathered weights"

@@ -18,10 +18,7 @@ Found = tuple[int, str | None] | None
 def answer(patterns: list[str], names: list[str], *, whole: bool) -> list[Found]:
     """Return for every name the number of the first pattern that matches it, and its group `idx`.
 
-    Args:
-        patterns: regular expressions.
-        names: the names to match.
-        whole: whether a pattern must match all of a name, or only its beginning.
+    `whole`: a pattern must match all of a name, and not only its beginning.
 
     Raises:
         ValueError: a pattern is no regular expression; it names the pattern and the reason.

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, read as plain ones: one file per format; tensors are dequantised when read.
+"""Quantised checkpoints, read as plain ones: a file for each family of formats.
 
 A format finds, by names and headers, which stored tensors are parts of which plain tensor. It checks their
 sizes against each other before anything is read, and computes rows of the plain tensor. To the rest of

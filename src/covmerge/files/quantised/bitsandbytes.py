@@ -12,7 +12,6 @@ a merge of them can be planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -105,9 +104,8 @@ class FourBit(ByRows):
 
 def find(stored: Stored) -> Found:
     """Return the layers with `SCB`, or with a `quant_state`; see `Found`."""
-    headers = stored.checkpoint.headers
-    eight = [_eight_bit(stored, n.removesuffix(".SCB")) for n in headers if n.endswith(".SCB")]
-    four = [_four_bit(stored, name, end) for name, end in _states(stored)]
+    eight = [_eight_bit(stored, module) for module in stored.modules(".SCB")]
+    four = [_four_bit(stored, n, end) for end in _STATES for n in stored.modules(end)]
     kinds = {"8 bit": bool(eight), "4 bit": bool(four)}
     said = " and ".join(kind for kind, there in kinds.items() if there)
     return Found((*eight, *four), f"bitsandbytes, {said}")
@@ -115,24 +113,15 @@ def find(stored: Stored) -> Found:
 
 def _eight_bit(stored: Stored, module: str) -> EightBit:
     name, scales, order = (f"{module}.{leaf}" for leaf in ("weight", "SCB", "weight_format"))
-    weight = stored.part(name, (torch.int8,))
-    if len(weight.shape) != 2:
-        stored.refuse(f"'{name}' is {list(weight.shape)}, where a matrix can be read")
-    stored.part(scales, (torch.float32,), weight.shape[:1])
+    shape = stored.matrix(name, (torch.int8,))
+    stored.part(scales, (torch.float32,), shape[:1])
     parts = (name, scales)
     if order in stored.checkpoint.headers:
         stored.part(order, (torch.uint8,), (), (1,))
         if int(stored.checkpoint.read(order).item()):
             stored.refuse(f"'{order}' is not 0: its rows are in the order of some GPU")
         parts = (*parts, order)
-    return EightBit(TensorHeader(name, weight.shape, stored.dtype), parts)
-
-
-def _states(stored: Stored) -> Iterator[tuple[str, str]]:
-    for name in stored.checkpoint.headers:
-        for end in _STATES:
-            if name.endswith(end):
-                yield name.removesuffix(end), end
+    return EightBit(TensorHeader(name, shape, stored.dtype), parts)
 
 
 def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
@@ -184,7 +173,7 @@ def _state(stored: Stored, name: str) -> dict[str, Any]:
         stored.refuse(str(error))
 
 
-FORMAT = Format(
+BITSANDBYTES = Format(
     ("bitsandbytes",),
     find,
     parts=(".SCB", ".absmax", ".quant_map"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
-from covmerge.files.quantised.gguf_file import COUNT, GgufSettings
+from covmerge.files.quantised.gguf_file import COUNT, GgufSettings, block_of, gguf_package
 from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
 
@@ -68,52 +68,48 @@ Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Blocks(ByRows):
-    """A tensor of the file whose rows can be read separately.
+class GgufTensor(ByRows):
+    """A tensor of the file, with what llama.cpp's converter did to it.
+
+    Rows in another order can be read separately; after any other change it is unpacked as a whole.
 
     Attributes:
         kind: GGUF's name of its type.
         order: for a group of rows, the stored row of each plain row; all groups have the same order.
             None: rows are stored in order.
-    """
-
-    kind: str
-    order: tuple[int, ...] | None
-
-    def unpacked(self, rows: range, read: Read) -> Tensor:
-        (name,) = self.stored
-        if self.order is None:
-            return _tensor_of(_dequantised(read(name, rows), self.kind))
-        size, plain = len(self.order), np.arange(rows.start, rows.stop)
-        places = plain // size * size + np.array(self.order)[plain % size]
-        first = int(places.min())
-        span = range(first, int(places.max()) + 1)
-        return _tensor_of(_dequantised(read(name, span), self.kind)[places - first])
-
-
-@dataclass(frozen=True)
-class PlainTensor:
-    """A tensor of the file that is more than a reordering of rows, so that it is unpacked as a whole.
-
-    Attributes:
-        kind: GGUF's name of its type.
         transposed: whether it is stored transposed.
         more: the number that was added to each of its elements.
         flat: whether it is stored without its first axis, which has size 1.
     """
 
-    header: TensorHeader
-    stored: tuple[str, ...]
     kind: str
-    transposed: bool
-    more: float
+    order: tuple[int, ...] | None = None
+    transposed: bool = False
+    more: float = 0.0
     flat: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is unpacked as a whole."""
+        return self.transposed or self.flat or bool(self.more)
+
     def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        (name,) = self.stored
-        stored = _tensor_of(_dequantised(read(name, None), self.kind))
+        if not self.whole:
+            super().fill(out, rows, read)
+            return
+        stored = _dequantised(read(self.stored[0], None), self.kind)
         plain = stored[None] if self.flat else stored.mT if self.transposed else stored
         out.copy_(plain[rows.start : rows.stop] - self.more)
+
+    def unpacked(self, rows: range, read: Read) -> Tensor:
+        (name,) = self.stored
+        if self.order is None:
+            return _dequantised(read(name, rows), self.kind)
+        size, plain = len(self.order), torch.arange(rows.start, rows.stop)
+        places = plain // size * size + torch.tensor(self.order)[plain % size]
+        first = int(places.min())
+        span = range(first, int(places.max()) + 1)
+        return _dequantised(read(name, span), self.kind)[places - first]
 
 
 def find(stored: Stored) -> Found:
@@ -124,8 +120,7 @@ def find(stored: Stored) -> Found:
         stored.refuse(f"transformers' GGUF loader, by which it is read, is missing ({error})")
     assert isinstance(stored.settings, GgufSettings)
     settings = stored.settings
-    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-    types = cast("Mapping[str, str]", stored.settings["types"])
+    metadata, types = settings.metadata, settings.types
     architecture = metadata.get("general.architecture")
     made = loader.TENSOR_PROCESSORS.get(str(architecture), loader.TensorProcessor)
     # For other architectures nothing undoes the converter's changes, such as 1 more in norms of the first
@@ -138,7 +133,7 @@ def find(stored: Stored) -> Found:
             "it is a Falcon with several heads of keys, and nobody undoes the order in which llama.cpp's "
             "converter puts the rows of its query_key_value"
         )
-    config = _config(stored, loader)
+    config = _config(stored, settings, loader)
     try:
         model, _ = empty_model(config, len(types))
         processor = made(config=config)
@@ -159,10 +154,9 @@ def find(stored: Stored) -> Found:
     names |= _of_experts(stored, settings.stacks, names, shapes)
     whole = [name for name in types if name in names and names[name] not in shapes]
     if whole:
-        headers = stored.checkpoint.headers
+        shape = stored.checkpoint.headers[whole[0]].shape
         stored.refuse(
-            f"'{whole[0]}' is {list(headers[whole[0]].shape)}, and a stack of experts is (experts, d_out, "
-            "d_in)",
+            f"'{whole[0]}' is {list(shape)}, and a stack of experts is (experts, d_out, d_in)",
             _CONVERT,
         )
     unknown = [name for name in types if name not in names and name not in _OF_NO_PARAMETER]
@@ -172,7 +166,9 @@ def find(stored: Stored) -> Found:
             f"transformers has no parameter for {some(unknown, quoted=True)}",
             _by_config(stored) if only_biases else None,
         )
-    dtype = _dtype(stored, types)
+    headers = stored.checkpoint.headers
+    kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
+    dtype = read_as(stored.checkpoint.config or {}, kinds)
     tensors = tuple(
         _tensor(
             stored, name, TensorHeader(names[name], shapes[names[name]], dtype), kind, processor
@@ -240,17 +236,18 @@ class _Outer:
         return ((name, _Outer(module, self._depth - 1)) for name, module in self._inside)
 
 
-def _config(stored: Stored, loader: Any) -> dict[str, Any]:
+def _config(stored: Stored, settings: GgufSettings, loader: Any) -> dict[str, Any]:
     """Return the config beside the file, or the one that transformers makes of its metadata."""
     transformers: Any = importlib.import_module("transformers")
     given = stored.checkpoint.config or {}
     config: dict[str, Any] = {key: value for key, value in given.items() if key != QUANTISATION}
     try:
         if not config:
-            metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-            config = loader.load_gguf_checkpoint(stored.settings["path"])["config"]
-            config |= _left_out(metadata) | _of_other_parts(stored, config)
-            config |= _of_heads(metadata, transformers.AutoConfig.for_model(**config))
+            file = settings.file
+            path = None if file.store.folder is None else str(file.path)
+            config = loader.load_gguf_checkpoint(path)["config"]
+            config |= _left_out(settings.metadata) | _of_other_parts(stored, settings, config)
+            config |= _of_heads(settings.metadata, transformers.AutoConfig.for_model(**config))
         kind: Any = transformers.AutoConfig.for_model(**config)
     except Exception as error:  # a stranger's metadata can make it fail in any way
         stored.refuse(
@@ -262,8 +259,8 @@ def _config(stored: Stored, loader: Any) -> dict[str, Any]:
         stored.refuse(
             f"{shorten(config.get('model_type'))} is no language model that transformers knows"
         )
-    settings = {key: value for key, value in config.items() if not key.startswith("_")}
-    return {"architectures": [model.__name__], **settings}
+    named = {key: value for key, value in config.items() if not key.startswith("_")}
+    return {"architectures": [model.__name__], **named}
 
 
 def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
@@ -279,16 +276,18 @@ def _left_out(metadata: Mapping[str, Json]) -> dict[str, Json]:
     return {"model_type": "mixtral", "num_local_experts": count, "num_experts_per_tok": used}
 
 
-def _of_other_parts(stored: Stored, config: Mapping[str, Json]) -> dict[str, Json]:
+def _of_other_parts(
+    stored: Stored, settings: GgufSettings, config: Mapping[str, Json]
+) -> dict[str, Json]:
     """Return what a config says of tensors; transformers' loader saw those of the first part alone."""
-    metadata = cast("Mapping[str, Json]", stored.settings["metadata"])
-    architecture = metadata.get("general.architecture")
-    if metadata.get(COUNT, 0) in (0, 1) or architecture == "falcon":  # its head is always tied
+    architecture = settings.metadata.get("general.architecture")
+    if (
+        settings.metadata.get(COUNT, 0) in (0, 1) or architecture == "falcon"
+    ):  # its head is always tied
         return {}
     if architecture == "stablelm":  # more of its config follows from its tensors
         stored.refuse("transformers makes its config of the first part alone", _CONFIG)
-    types = cast("Mapping[str, str]", stored.settings["types"])
-    tied = config.get("tie_word_embeddings") and "output.weight" not in types
+    tied = config.get("tie_word_embeddings") and "output.weight" not in settings.types
     return {"tie_word_embeddings": bool(tied)}
 
 
@@ -319,7 +318,7 @@ def check_rope(model: Checkpoint) -> None:
     settings = None if model.quantisation is None else model.quantisation.settings
     if not isinstance(settings, GgufSettings):
         return
-    metadata = cast("Mapping[str, Json]", settings["metadata"])
+    metadata = settings.metadata
     key = f"{metadata.get('general.architecture')}.rope.scaling.type"
     found = [name for name in _OF_NO_PARAMETER if name in settings.tensors]
     found += [key] if metadata.get(key, "none") != "none" else []
@@ -373,12 +372,6 @@ def _same(stated: object, value: object) -> bool:
     return stated - near <= value <= stated + near
 
 
-def _dtype(stored: Stored, types: Mapping[str, str]) -> torch.dtype:
-    headers = stored.checkpoint.headers
-    kinds = {kind for name, kind in types.items() if len(headers[name].shape) > 1}
-    return read_as(stored.checkpoint.config or {}, kinds)
-
-
 def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
     """Return the dtype of reading: the config's, else its matrices' plain type, else bfloat16."""
     if not any(key in config for key in DTYPE_KEYS) and len(kinds) == 1:
@@ -388,7 +381,7 @@ def read_as(config: Mapping[str, Any], kinds: Collection[str]) -> torch.dtype:
 
 def _tensor(
     stored: Stored, name: str, header: TensorHeader, kind: str, processor: Any
-) -> Blocks | PlainTensor:
+) -> GgufTensor:
     """Return a tensor with the way to undo the converter's changes, after checking its size.
 
     The changes are found by what transformers makes of numbers that encode their places: another order of
@@ -415,7 +408,7 @@ def _tensor(
     found: Any = undo(by_row)
     if found.shape == by_row.shape and (np.sort(found, axis=0) == by_row).all():
         _check_shape(stored, name, header, shape)
-        return Blocks(header, (name,), kind, _repeated(found.reshape(-1)))
+        return GgufTensor(header, (name,), kind, _repeated(found.reshape(-1)))
     one = np.broadcast_to(np.ones(1, np.float32), shape)  # takes the memory of one number
     _check_shape(stored, name, header, tuple(undo(one).shape))
     probe = _counted(2, 3) if len(shape) == 2 else by_row
@@ -426,7 +419,7 @@ def _tensor(
     expected = probe[None] if flat else probe.T if turned else probe
     if not np.array_equal(found, expected - more):
         stored.refuse(f"transformers does to '{name}' what covmerge does not know")
-    return PlainTensor(header, (name,), kind, turned, more, flat)
+    return GgufTensor(header, (name,), kind, None, turned, more, flat)
 
 
 def _counted(*shape: int) -> Any:
@@ -458,26 +451,20 @@ def _check_shape(stored: Stored, name: str, header: TensorHeader, shape: tuple[i
 
 def _sizes(stored: Stored, name: str, kind: str) -> tuple[int, int]:
     """Return the numbers and bytes of a block; 1 and 0 for plain numbers."""
-    package: Any = importlib.import_module("gguf")
     if stored.checkpoint.headers[name].dtype is not torch.uint8:
         return 1, 0
-    numbered = package.GGMLQuantizationType[kind]
-    block, size = package.GGML_QUANT_SIZES[numbered]
+    block, size = block_of(kind)
     try:
-        package.dequantize(np.zeros((1, size), dtype=np.uint8), numbered)
+        _dequantised(torch.zeros(1, size, dtype=torch.uint8), kind)
     except NotImplementedError:
         stored.refuse(f"'{name}' is {kind}, which gguf does not dequantise")
     return block, size
 
 
-def _tensor_of(values: Values) -> Tensor:
-    from_numpy: Callable[[Values], Tensor] = cast("Any", torch).from_numpy
-    return from_numpy(values)
-
-
-def _dequantised(rows: Tensor, kind: str) -> Values:
+def _dequantised(rows: Tensor, kind: str) -> Tensor:
     """Return rows in float32, from plain numbers or from blocks."""
     if rows.dtype is not torch.uint8:
-        return rows.float().numpy()
-    package: Any = importlib.import_module("gguf")
-    return package.dequantize(rows.numpy(), package.GGMLQuantizationType[kind])
+        return rows.float()
+    package = gguf_package()
+    values = package.dequantize(rows.numpy(), package.GGMLQuantizationType[kind])
+    return cast("Any", torch).from_numpy(values)

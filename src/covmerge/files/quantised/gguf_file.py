@@ -19,10 +19,9 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,14 +55,16 @@ _NUMBER, COUNT, _OF_ALL = "split.no", "split.count", "split.tensors.count"
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+@dataclass(eq=False, repr=False)
 class GgufSettings(dict[str, Json]):
     """The header of a GGUF file, in the place of a config's quantisation settings.
 
-    It is a type that no config.json can state. Its keys are `types` (by tensor, in the order of the
-    data), the numbers and texts of the `metadata`, and the `path`.
+    It is a type that no config.json can state.
 
     Attributes:
         file: the file; of several parts the first.
+        metadata: the numbers and texts of the metadata.
+        types: GGUF's names of the tensors' types, in the order of the data.
         tensors: the tensors, in the order of the data.
         count: number of tensors in the file, where a stack of experts is one.
         start: where the metadata end, in bytes from the start of the file.
@@ -73,12 +74,17 @@ class GgufSettings(dict[str, Json]):
     """
 
     file: StoredFile
+    metadata: Mapping[str, Json]
+    types: Mapping[str, str]
     tensors: Mapping[str, TensorHeader]
     count: int
     start: int
     alignment: int
     places: Mapping[str, tuple[int, str]]
     stacks: Mapping[str, tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        self["quant_method"] = "gguf"
 
 
 def part_names(name: str) -> list[str]:
@@ -103,7 +109,7 @@ def joined(parts: Sequence[GgufSettings]) -> GgufSettings:
     """
     first, total = parts[0], sum(part.count for part in parts)
     for place, part in enumerate(parts):
-        metadata = cast("Mapping[str, Json]", part["metadata"])
+        metadata = part.metadata
         number, count = (metadata.get(key, 0) for key in (_NUMBER, COUNT))
         if count in (0, 1) and len(parts) == 1:
             continue
@@ -130,12 +136,12 @@ def joined(parts: Sequence[GgufSettings]) -> GgufSettings:
         raise CheckpointError(
             f"{first.file} and its other parts have '{twice[0]}' twice: fetch them again"
         )
-    whole = copy(first)
-    types = [cast("Mapping[str, Json]", part["types"]) for part in parts]
-    whole["types"] = {name: kind for part in types for name, kind in part.items()}
-    whole.tensors = {name: header for part in parts for name, header in part.tensors.items()}
-    whole.stacks = {name: names for part in parts for name, names in part.stacks.items()}
-    return whole
+    return replace(
+        first,
+        types={name: kind for part in parts for name, kind in part.types.items()},
+        tensors={name: header for part in parts for name, header in part.tensors.items()},
+        stacks={name: names for part in parts for name, names in part.stacks.items()},
+    )
 
 
 class GgufFile(SlottedFile):
@@ -151,24 +157,19 @@ class GgufFile(SlottedFile):
             stamp = opened.stamp
             parser = _Header(opened, stamp[0], str(file))
             metadata, entries = parser.metadata(), parser.entries()
-        _check_entries(entries, stamp[0], str(file))
-        super().__init__(file, stamp, {entry.slot.header.name: entry.slot for entry in entries})
-        types: Json = {entry.slot.header.name: entry.kind for entry in entries}
-        path = None if file.store.folder is None else str(file.path)
-        settings = GgufSettings(path=path, metadata=metadata, types=types)
-        settings.file, settings.tensors = file, dict(self.headers)
-        settings.count = parser.count
-        settings.start, settings.places = parser.start, parser.places
-        settings.alignment, settings.stacks = parser.alignment, parser.stacks
-        self.settings: Mapping[str, Any] | None = settings
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor of the file, with its place and GGUF's name of its type."""
-
-    slot: Slot
-    kind: str
+        _check_slots([slot for slot, _ in entries], stamp[0], str(file))
+        super().__init__(file, stamp, {slot.header.name: slot for slot, _ in entries})
+        self.settings: Mapping[str, Any] | None = GgufSettings(
+            file=file,
+            metadata=metadata,
+            types={slot.header.name: kind for slot, kind in entries},
+            tensors=dict(self.headers),
+            count=parser.count,
+            start=parser.start,
+            alignment=parser.alignment,
+            places=parser.places,
+            stacks=parser.stacks,
+        )
 
 
 class _Header:
@@ -207,12 +208,12 @@ class _Header:
         self.alignment, self.start = alignment, self._place
         return found
 
-    def entries(self) -> list[_Entry]:
-        """Return the tensors, in the order of the data."""
-        package = _package()
+    def entries(self) -> list[tuple[Slot, str]]:
+        """Return the tensors with GGUF's names of their types, in the order of the data."""
+        package = gguf_package()
         entries = [self._entry() for _ in range(self.count)]
         start = -(-self._place // self.alignment) * self.alignment
-        found: list[_Entry] = []
+        found: list[tuple[Slot, str]] = []
         for name, shape, number, offset in entries:
             try:
                 kind = package.GGMLQuantizationType(number)
@@ -223,17 +224,14 @@ class _Header:
                 self._refuse(f"has '{name}' at {offset}, which is not aligned")
             slot = Slot(start + offset, header.nbytes, header)
             if _STACKED.search(name) and len(shape) == 3:
-                self._check_count(name, len(found) + shape[0])
+                if (count := len(found) + shape[0]) > MAX_TENSORS:
+                    self._refuse(f"has '{name}', by which its matrices are {count}")
                 slots = _matrices(slot)
                 self.stacks[name] = tuple(matrix.header.name for matrix in slots)
             else:
                 slots = [slot]
-            found.extend(_Entry(part, str(kind.name)) for part in slots)
-        return sorted(found, key=lambda entry: entry.slot.offset)
-
-    def _check_count(self, name: str, count: int) -> None:
-        if count > MAX_TENSORS:
-            self._refuse(f"has '{name}', by which its matrices are {count}")
+            found.extend((part, str(kind.name)) for part in slots)
+        return sorted(found, key=lambda entry: entry[0].offset)
 
     def _header(self, package: Any, name: str, shape: tuple[int, ...], kind: Any) -> TensorHeader:
         block, size = package.GGML_QUANT_SIZES[kind]
@@ -317,10 +315,10 @@ def _matrices(stack: Slot) -> list[Slot]:
     ]
 
 
-def _check_entries(entries: list[_Entry], size: int, where: str) -> None:
+def _check_slots(slots: list[Slot], size: int, where: str) -> None:
     """Check that tensors lie within the file, have different names, and do not overlap."""
     end, names = 0, set[str]()
-    for slot in (entry.slot for entry in entries):
+    for slot in slots:
         name = slot.header.name
         if name in names or slot.offset < end or slot.offset + slot.nbytes > size:
             fault = "is there twice" if name in names else "lies over another, or past the end"
@@ -329,8 +327,19 @@ def _check_entries(entries: list[_Entry], size: int, where: str) -> None:
         end = slot.offset + slot.nbytes
 
 
-def _package() -> Any:
+def gguf_package() -> Any:
+    """Return the package `gguf`.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
     try:
         return importlib.import_module("gguf")
     except ImportError:
         raise CheckpointError(f"to read GGUF takes the package gguf: {INSTALL}") from None
+
+
+def block_of(kind: str) -> tuple[int, int]:
+    """Return how many numbers a block of a type has, and how many bytes."""
+    package = gguf_package()
+    return package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]

@@ -74,8 +74,7 @@ class Weight(ByRows):
 def find(stored: Stored) -> Found:
     """Return the layers with `W_q`; see `Found`."""
     stored.check_local()
-    headers = stored.checkpoint.headers
-    modules = [name.removesuffix(".W_q") for name in headers if name.endswith(".W_q")]
+    headers, modules = stored.checkpoint.headers, stored.modules(".W_q")
     tensors = tuple(_weight(stored, module) for module in modules)
     kinds = dict.fromkeys(f"{tensor.bits} bit" for tensor in tensors)
     names = (f"{module}.{leaf}" for module in modules for leaf in _BESIDE)
@@ -119,8 +118,4 @@ def _sizes(stored: Stored, module: str, leaf: str, count: int = 1) -> list[int]:
     return [int(value) for value in stored.checkpoint.read(name).reshape(-1)]
 
 
-FORMAT = Format(
-    ("hqq",),
-    find,
-    parts=(".W_q",),
-)
+HQQ = Format(("hqq",), find, parts=(".W_q",))

@@ -1,9 +1,4 @@
-"""Small integers in int32 words, by groups of inputs: what GPTQ and AWQ have in common.
-
-Weights are stored transposed, `(d_in, d_out)`, and w = (q − z) · s, with z and s per group of inputs and
-per output. Rows of the plain matrix are columns of the stored one, so reading some rows means reading all
-of it, in pieces.
-"""
+"""Small numbers in words and bytes, and the groups of inputs that have one scale."""
 
 from __future__ import annotations
 
@@ -17,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.base.errors import CheckpointError
-from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.packed import Read, pieces
+from covmerge.files.quantised.packed import Read
 
 # Numbers of 4, 6 and 8 bits, with powers of two as scales (OCP Microscaling Formats 1.0).
 #
@@ -91,68 +85,6 @@ class Mixed:
         return groups
 
 
-def of_inputs(value: Tensor, columns: int, group: int, mixed: Mixed | None, read: Read) -> Tensor:
-    """Return a number for each input, from `(rows, groups)`; one per row if it holds for whole rows."""
-    if value.shape[1] == 1:
-        return value
-    groups = None if mixed is None else mixed.groups(read, value.shape[1])
-    if groups is not None:
-        return value[:, groups]
-    return value.repeat_interleave(group, 1)[:, :columns]
-
-
-@dataclass(frozen=True)
-class Grouped:
-    """A packed matrix; `stored` names its words, zero points and scales, followed by any other parts."""
-
-    header: TensorHeader
-    stored: tuple[str, ...]
-    bits: int
-    group: int  # inputs with one scale
-
-    def fill(self, out: Tensor, rows: range, read: Read) -> None:
-        d_out, d_in = self.header.shape
-        weights, _, scale_name = self.stored[:3]
-        zeros = self.zeros(read, rows).float()
-        scales = read(scale_name, None)[:, rows.start : rows.stop].float()
-        groups = self.groups(read, len(scales))
-        held, high = self.run
-        for part in pieces(range(d_in // held), max(high * d_out, held * len(rows))):
-            inputs = slice(part.start * held, part.stop * held)
-            words = read(weights, range(part.start * high, part.stop * high))
-            values = self.values(words, rows).float()
-            indices = groups[inputs]
-            out[:, inputs] = values.sub_(zeros[indices]).mul_(scales[indices]).mT
-
-    @property
-    def run(self) -> tuple[int, int]:
-        """The fewest inputs that fill whole rows of words, and the number of these rows."""
-        raise NotImplementedError
-
-    def values(self, words: Tensor, rows: range) -> Tensor:
-        """Return unpacked weights, as `(inputs, rows)`."""
-        raise NotImplementedError
-
-    def zeros(self, read: Read, rows: range) -> Tensor:
-        """Return the zero points, as `(groups, rows)`."""
-        raise NotImplementedError
-
-    def groups(self, read: Read, count: int) -> Tensor:
-        """Return the group of each input, of `count` groups."""
-        del read, count
-        return torch.arange(self.header.shape[1]) // self.group
-
-
-def unpacked(words: Tensor, shifts: Tensor, bits: int) -> Tensor:
-    """Return the numbers in words `(...)` as `(..., numbers)`, each from its shift.
-
-    Example:
-        >>> unpacked(torch.tensor([0x21]), torch.tensor([0, 4]), 4)
-        tensor([[1, 2]])
-    """
-    return (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
-
-
 def run_of(bits: int) -> tuple[int, int]:
     """Return the fewest numbers of `bits` bits that fill whole words, and the number of these words.
 
@@ -179,7 +111,7 @@ def in_a_row(words: Tensor, bits: int) -> Tensor:
     count, high = run_of(bits)
     places = torch.arange(0, count * bits, bits, dtype=torch.int32)
     if high == 1:
-        return unpacked(words, places, bits).flatten(1)
+        return ((words.unsqueeze(-1) >> places) & (2**bits - 1)).flatten(1)
     words = pad(words, (0, -words.shape[1] % high))
     held = words.reshape(len(words), words.shape[1] // high, high).long() & (2**WORD - 1)
     word, shift = places // WORD, places % WORD

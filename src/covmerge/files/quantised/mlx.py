@@ -80,8 +80,7 @@ class Small(ByRows):
 
 def find(stored: Stored) -> Found:
     """Return the layers with `scales`; see `Found`."""
-    headers = stored.checkpoint.headers
-    modules = [name.removesuffix(".scales") for name in headers if name.endswith(".scales")]
+    modules = stored.modules(".scales")
     tensors = tuple(_weight(stored, module, _of_layer(stored, module)) for module in modules)
     kinds = dict.fromkeys(f"{tensor.bits} bit in groups of {tensor.group}" for tensor in tensors)
     return Found(tensors, f"MLX, {', '.join(kinds)}")
@@ -129,8 +128,4 @@ def _weight(stored: Stored, module: str, settings: Mapping[str, Any]) -> Affine 
     return Affine(header, (name, scales, offsets), bits, group, rounds=not metal)
 
 
-FORMAT = Format(
-    (METHOD, METAL),
-    find,
-    parts=(".scales", ".biases", ".qbiases"),
-)
+MLX = Format((METHOD, METAL), find, parts=(".scales", ".biases", ".qbiases"))

@@ -45,8 +45,7 @@ def _unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def find(stored: Stored) -> Found:
     """Return the tensors stored as `_blocks` and `_scales`; see `Found`."""
-    names = [n for n in stored.checkpoint.headers if n.endswith("_blocks")]
-    tensors = tuple(_experts(stored, name.removesuffix("_blocks")) for name in names)
+    tensors = tuple(_experts(stored, name) for name in stored.modules("_blocks"))
     return Found(tensors, "MXFP4, an exponent for 32 weights")
 
 
@@ -60,7 +59,7 @@ def _experts(stored: Stored, name: str) -> Experts:
     return Experts(TensorHeader(name, (experts, groups * GROUP, d_out), stored.dtype), parts)
 
 
-FORMAT = Format(
+GPT_OSS = Format(
     ("mxfp4",),
     find,
     parts=("_blocks",),

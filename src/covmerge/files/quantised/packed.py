@@ -164,6 +164,18 @@ class Stored:
             self.refuse(f"'{name}' is {list(header.shape)}, where its layer needs {wanted}")
         return header
 
+    def matrix(self, name: str, dtypes: tuple[torch.dtype, ...]) -> tuple[int, int]:
+        """Return the sizes of a part that is a matrix, after checking its dtype."""
+        shape = self.part(name, dtypes).shape
+        if len(shape) != 2 or 0 in shape:
+            self.refuse(f"'{name}' is {list(shape)}, where a matrix can be read")
+        return shape[0], shape[1]
+
+    def modules(self, end: str) -> list[str]:
+        """Return the beginnings of all names that have this end."""
+        names = self.checkpoint.headers
+        return [name.removesuffix(end) for name in names if name.endswith(end)]
+
 
 @dataclass(frozen=True)
 class Found:

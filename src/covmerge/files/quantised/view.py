@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -21,9 +21,9 @@ from covmerge.files.checkpoints.unwrapped import unwrapped
 from covmerge.files.checkpoints.view import View, in_real_parts
 from covmerge.files.quantised import gguf, mlx
 from covmerge.files.quantised.formats import FORMATS, PARTS
-from covmerge.files.quantised.fp8 import FLOAT4
 from covmerge.files.quantised.gguf_file import GgufSettings
-from covmerge.files.quantised.packed import Found, Packed, Stored, dtype_of, how_else
+from covmerge.files.quantised.packed import Found, Stored, dtype_of, how_else
+from covmerge.files.quantised.scaled import FLOAT4
 from covmerge.files.tensors.describe import conv1d_names, describe_checkpoint
 
 # Detection of packed weights in a checkpoint whose config does not declare them, so that their codes are
@@ -115,9 +115,8 @@ def _modules(header: TensorHeader) -> set[str]:
 
     It is `a.fc` for `a.fc.s`, `a.fc.q._scale` and `a.fc_scale`.
     """
-    wide = header.dtype.itemsize > 1 or "e8m0" in str(
-        header.dtype
-    )  # no scale is float8 but an exponent
+    # No scale is float8 but an exponent.
+    wide = header.dtype.itemsize > 1 or "e8m0" in str(header.dtype)
     if not (header.dtype.is_floating_point and wide):
         return set()
     module, dot, leaf = header.name.rpartition(".")
@@ -187,9 +186,7 @@ class Dequantised(View):
         self.quantisation: Quantisation | None = Quantisation(
             stored, self._packed, form.settings, found.unused
         )
-        self.headers = MappingProxyType(
-            {header.name: header for header in _plain_headers(form, found)}
-        )
+        self.headers = MappingProxyType(_plain_headers(form, found))
         turned = () if found.turned else conv1d_names(describe_checkpoint(self)) or ()
         for name in self._packed.keys() & set(turned):
             form.refuse(f"'{name}' is of a Conv1D layer, whose weight its client stores transposed")
@@ -280,8 +277,8 @@ def _find(stored: Stored) -> Found:
     return found
 
 
-def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
-    """Return the headers of the plain tensors, in file order.
+def _plain_headers(stored: Stored, found: Found) -> dict[str, TensorHeader]:
+    """Return the headers of the plain tensors by name, in file order.
 
     Raises:
         CheckpointError: a name stands for two tensors, or parts of a packed tensor belong to no layer.
@@ -292,25 +289,20 @@ def _plain_headers(stored: Stored, found: Found) -> Iterator[TensorHeader]:
     left = [name for name in headers if name not in owners and name not in found.unused]
     for name in packed_names.intersection(left):
         stored.refuse(f"'{name}' is there both packed and plain")
-    stray = [n for n in left if _is_part(headers[n]) or not packed_names.isdisjoint(_owners(n))]
+    stray = [
+        name
+        for name in left
+        if name.endswith(PARTS)
+        or is_small(headers[name])
+        or not packed_names.isdisjoint(_owners(name))
+    ]
     if stray:
         stored.refuse(
             f"parts of it are stored as nothing that can be read: {some(stray, quoted=True)}"
         )
-    return _in_order(headers.values(), owners, found.unused)
-
-
-def _in_order(
-    headers: Iterable[TensorHeader], owners: Mapping[str, Packed], unused: frozenset[str]
-) -> Iterator[TensorHeader]:
-    given: set[str] = set()
-    for header in headers:
-        if header.name in unused:
-            continue
-        plain = owners[header.name].header if header.name in owners else header
-        if plain.name not in given:
-            given.add(plain.name)
-            yield plain
+    used = (header for name, header in headers.items() if name not in found.unused)
+    plain = (owners[one.name].header if one.name in owners else one for one in used)
+    return {header.name: header for header in plain}
 
 
 def _owners(name: str) -> Iterator[str]:
@@ -318,7 +310,3 @@ def _owners(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def _is_part(header: TensorHeader) -> bool:
-    return is_small(header) or header.name.endswith(PARTS)

@@ -255,8 +255,7 @@ class PackedTensor(Form):
         return self.packing.step
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
-        held = filter(None, self.packing.held(rows))
-        return tuple(Place(MODEL, part.header, block) for part, block in held)
+        return tuple(Place(MODEL, part.header, block) for part, block in self.packing.held(rows))
 
     def encode(self, rows: MergedRows, output: TensorHeader) -> Result:
         """Return the exact rows, which `completed` packs together."""
@@ -288,7 +287,7 @@ class PackedTensor(Form):
     ) -> tuple[Tensor, ...]:
         if not self.as_base:
             return ()
-        held = filter(None, self.packing.held(rows))
+        held = self.packing.held(rows)
         return self.packing.taken([read(part.header.name, block) for part, block in held], rows)
 
     def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from covmerge.base.text import counted, keep_plain, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Quantisation
 from covmerge.files.quantised.gguf import read_as
-from covmerge.files.quantised.gguf_file import COUNT, GgufSettings
+from covmerge.files.quantised.gguf_file import COUNT, GgufSettings, gguf_package
 from covmerge.files.quantised.packed import DTYPE_KEYS
 from covmerge.files.quantised.view import QUANTISATION
 from covmerge.files.quantised.writing.gguf import HIGHER, PLAIN_TYPES, WRITTEN, GgufHead, of_gguf
@@ -61,7 +60,7 @@ def as_gguf(recipe: Recipe, tensors: Sequence[TensorPlan], base: Checkpoint) -> 
             f"`quantise: {wanted}` writes one GGUF file: leave out `shard_size`, and divide the output by "
             "llama.cpp's gguf-split if a client wants that"
         )
-    types = cast("Mapping[str, str]", settings["types"])
+    types = settings.types
     names = {tensor.name: quantisation.packed[tensor.name].stored[0] for tensor in tensors}
     held = {name: types[stored] for name, stored in names.items()}
     by_keep = {name for name in names if any(fnmatchcase(name, pattern) for pattern in keep)}
@@ -195,7 +194,7 @@ def _head(settings: GgufSettings, base: Quantisation, types: Mapping[str, str]) 
         fixed[name] = header, base.stored.read(name).reshape(-1).view(torch.uint8).numpy().tobytes()
     start = bytearray(settings.file.read(settings.start))
     changes = {COUNT: 0}  # the output is one file, whatever the base is
-    if types != settings["types"]:
+    if types != settings.types:
         changes[_FILE_TYPE] = _file_type(settings, types)
     for key, number in changes.items():
         if key in settings.places:
@@ -206,12 +205,11 @@ def _head(settings: GgufSettings, base: Quantisation, types: Mapping[str, str]) 
 
 def _file_type(settings: GgufSettings, types: Mapping[str, str]) -> int:
     """Return GGUF's number for a file, by the type that has the most stored elements."""
-    package: Any = importlib.import_module("gguf")
     sizes = Counter[str]()
     for name, header in settings.tensors.items():
         sizes[types[name]] += header.numel
     ((most, _),) = sizes.most_common(1)
-    return int(package.LlamaFileType["ALL_F32" if most == _FULL else f"MOSTLY_{most}"])
+    return int(gguf_package().LlamaFileType["ALL_F32" if most == _FULL else f"MOSTLY_{most}"])
 
 
 def _notes(held: Mapping[str, str], kinds: Mapping[str, str], by_keep: set[str]) -> Iterator[str]:

@@ -48,16 +48,13 @@ NOT_READ: Mapping[str, str] = {
 
 
 def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> AdapterType | None:
-    """Return the type of a layer in a LoRA or in its own file, from its parts; None: plain LoRA.
-
-    Args:
-        parts: the adapter's tensors for the layer.
-        fields: the configuration; empty for a file without one.
-    """
+    """Return the type of a layer from its parts and the configuration's fields; None: plain LoRA."""
     kind = next((one for one in OF_FILES if not one.marks.isdisjoint(parts)), None)
     # PEFT starts the factors of an embedding in the plain way, whatever `init_lora_weights` says.
     if kind is None and "table_down" not in parts:
-        kind = _by_field(fields)
+        init = fields.get("init_lora_weights")
+        kind = LORA_INITS.get(init) if isinstance(init, str) else None
+        kind = kind or next((kind for name, kind in LORA_FIELDS.items() if fields.get(name)), None)
     if MAGNITUDE not in parts:
         return kind
     name, shape = parts[MAGNITUDE].name, parts[MAGNITUDE].shape
@@ -65,10 +62,3 @@ def kind_of(parts: Mapping[str, TensorHeader], fields: Mapping[str, object]) -> 
     # is by rows.
     columns = name.endswith(".dora_scale") and len(shape) > 1 and shape[0] == 1
     return with_magnitude(kind or LOCON, columns=columns)
-
-
-def _by_field(fields: Mapping[str, object]) -> AdapterType | None:
-    init = fields.get("init_lora_weights")
-    if isinstance(init, str) and init in LORA_INITS:
-        return LORA_INITS[init]
-    return next((kind for name, kind in LORA_FIELDS.items() if fields.get(name)), None)

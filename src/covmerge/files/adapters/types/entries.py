@@ -12,21 +12,12 @@ from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check
 
 # BEFT (arXiv:2509.15974): the biases of some layers.
 
-
-def _beft_shapes(layer: Layer) -> Mapping[str, Shape]:
-    return {"bias": (1, layer.d_out)}
-
-
-def _beft_update(layer: Layer) -> Tensor:
-    return layer["bias"].view(-1, 1)[layer.rows]
-
-
 BEFT = AdapterType(
     name="BEFT",
     equation="W, and its bias b + the adapter's",
     ends={".beft_bias": "bias"},
-    shapes=_beft_shapes,
-    update=_beft_update,
+    shapes=lambda layer: {"bias": (1, layer.d_out)},
+    update=lambda layer: layer["bias"].view(-1, 1)[layer.rows],
     vectors=True,
     leaf="bias",
     unused=frozenset({"init_weights"}),
@@ -68,17 +59,13 @@ def _ia3_weight(layer: Layer) -> Tensor:
     return (weight.view(len(weight), layer.d_in, -1) * scales[:, :, None]).view(weight.shape)
 
 
-def _bias(layer: Layer) -> Tensor:
-    return layer.base_bias() * layer["l"].flatten()
-
-
 IA3 = AdapterType(
     name="IA3",
     equation="diag(l)·W and l ⊙ b, of feed-forward layers W·diag(l)",
     ends={".ia3_l": "l"},
     shapes=_ia3_shapes,
     weight=_ia3_weight,
-    bias=_bias,
+    bias=lambda layer: layer.base_bias() * layer["l"].flatten(),
     has_bias=lambda layer: not _of_inputs(layer),
     fields=frozenset({"feedforward_modules"}),
     unused=frozenset({"init_ia3_weights"}),
@@ -104,12 +91,15 @@ def _shira_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _shira_update(layer: Layer) -> Tensor:
-    """Return the sparse update as a whole matrix."""
-    places, values = layer["indices"].long(), layer["weight"]
-    check_places(layer, places[0], layer.d_out)
-    check_places(layer, places[1], layer.d_in)
-    dense = torch.zeros(layer.d_out, layer.d_in, dtype=values.dtype)
-    return dense.index_put_((places[0], places[1]), values, accumulate=True)
+    rows, columns = layer["indices"].long()
+    check_places(layer, rows, layer.d_out)
+    check_places(layer, columns, layer.d_in)
+    return _sparse(layer, rows * layer.d_in + columns, layer["weight"])
+
+
+def _sparse(layer: Layer, places: Tensor, values: Tensor) -> Tensor:
+    dense = torch.zeros(layer.d_out * layer.d_in, dtype=values.dtype)
+    return dense.index_add_(0, places, values).view(layer.d_out, layer.d_in)
 
 
 SHIRA = AdapterType(
@@ -141,8 +131,7 @@ def _supertuning_update(layer: Layer) -> Tensor:
     """Return the sparse update plus α/r · B A, as a whole matrix."""
     values, places = layer["values"], layer["indices"].long()
     check_places(layer, places, layer.d_out * layer.d_in)
-    dense = torch.zeros(layer.d_out * layer.d_in, dtype=values.dtype)
-    found = dense.index_add_(0, places, values).view(layer.d_out, layer.d_in)
+    found = _sparse(layer, places, values)
     if layer.option("r"):
         rank = layer.rank("down", 0)
         found.addmm_(layer["up"] * (layer.number("lora_alpha", 4) / rank), layer["down"])
@@ -164,12 +153,11 @@ SUPERTUNING = AdapterType(
     integers=frozenset({"indices"}),
     fields=frozenset({"r", "lora_alpha", "save_precomputed_indices"}),
     unused=frozenset({"sparsity", "select_top", "init_weights", "lora_dropout"}),
-    refused={
-        "save_precomputed_indices": (
-            False,
-            "and the places are those of the base's largest numbers, of which several may be equal",
-        )
-    },
+    refused=(
+        "save_precomputed_indices",
+        False,
+        "and the places are those of the base's largest numbers, of which several may be equal",
+    ),
 )
 
 
@@ -210,7 +198,6 @@ def _tokens(layer: Layer) -> list[int]:
 
 
 def _tokens_weight(layer: Layer) -> Tensor:
-    """Return the base's rows with the trained rows in their places."""
     rows = range(*layer.rows.indices(layer.d_out))
     weight = layer.weight
     trained = layer[TOKENS].to(weight.dtype)

@@ -16,8 +16,9 @@ from covmerge.base.types import LowRank, TensorHeader
 if TYPE_CHECKING:
     from covmerge.files.adapters.config import AdapterConfig
 
-_linalg: Any = torch.linalg  # torch has no types for it
+linalg: Any = torch.linalg  # torch has no types for it
 Shape = tuple[int, ...]
+_Parts = Mapping[str, TensorHeader]
 ALPHA = "alpha"
 
 
@@ -45,7 +46,7 @@ class Layer:
     where: str
     name: str
     shape: Shape
-    parts: Mapping[str, TensorHeader]
+    parts: _Parts
     config: AdapterConfig | None
     read: Callable[[TensorHeader], Tensor]
     base: Callable[[slice], Tensor]
@@ -104,7 +105,9 @@ class Layer:
 
     def is_older(self, kind: AdapterType) -> bool:
         """Return whether the adapter was saved by an older PEFT that computed this type differently."""
-        return self.config is not None and kind.is_older(self.config.fields)
+        if self.config is None or kind.older is None:
+            return False
+        return kind.older[0] not in self.config.fields
 
     def integer(self, name: str, default: int, least: int = 0) -> int:
         """Return a field that must be a whole number of at least `least`."""
@@ -140,18 +143,6 @@ class Layer:
     def _refuse_option(self, name: str, why: str) -> NoReturn:
         assert self.config is not None
         self.config.refuse(name, why)
-
-
-def _nothing(_: Layer) -> Mapping[str, Shape]:
-    return {}
-
-
-def _all(_: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
-    return shared
-
-
-def _always(_: Layer) -> bool:
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,26 +181,26 @@ class AdapterType:
         adds_bias: whether a layer without a bias would get one.
         marks: parts that no other type of files without configuration has.
         beside: ends of names that are parts only if one of the `marks` is there too.
-        refused: values of fields with which the effect is not determined, each with the reason.
+        refused: a field and its value with which the effect is not determined, and the reason.
         older: a field that older PEFTs did not write, and what they computed differently.
     """
 
     name: str
     equation: str
     ends: Mapping[str, str]
-    shapes: Callable[[Layer], Mapping[str, Shape]] = _nothing
+    shapes: Callable[[Layer], Mapping[str, Shape]] = lambda _: {}
     update: Callable[[Layer], Tensor] | None = None
     factors: Callable[[Layer], LowRank] | None = None
     weight: Callable[[Layer], Tensor] | None = None
     rest: Callable[[Layer], Tensor] | None = None
     bias: Callable[[Layer], Tensor] | None = None
-    has_bias: Callable[[Layer], bool] = _always
+    has_bias: Callable[[Layer], bool] = lambda _: True
     rank: Callable[[Layer], int] | None = None
     matrix: Callable[[Mapping[str, Shape]], tuple[int, int] | None] | None = None
     fields: frozenset[str] = frozenset()
     unused: frozenset[str] = frozenset()
     shared: Mapping[str, str] = field(default_factory=dict[str, str])
-    of_layer: Callable[[str, Mapping[str, TensorHeader]], Mapping[str, TensorHeader]] = _all
+    of_layer: Callable[[str, _Parts], _Parts] = lambda _, shared: shared
     whole: Mapping[str, str] = field(default_factory=dict[str, str])
     by_rows: bool = True
     integers: frozenset[str] = frozenset()
@@ -218,9 +209,7 @@ class AdapterType:
     adds_bias: bool = False
     marks: frozenset[str] = frozenset()
     beside: Mapping[str, str] = field(default_factory=dict[str, str])
-    refused: Mapping[str, tuple[object, str]] = field(
-        default_factory=dict[str, "tuple[object, str]"]
-    )
+    refused: tuple[str, object, str] | None = None
     older: tuple[str, str] | None = None
     alpha: str = ""
     leaf: str = "weight"
@@ -233,10 +222,6 @@ class AdapterType:
             if name == key or (key.endswith(".") and name.startswith(key)):
                 return part + name.removeprefix(key)
         return None
-
-    def is_older(self, fields: Mapping[str, object]) -> bool:
-        """Return whether an older PEFT, which computed this type differently, wrote the configuration."""
-        return self.older is not None and self.older[0] not in fields
 
     @property
     def needs_base(self) -> bool:
@@ -301,13 +286,13 @@ def check_places(layer: Layer, places: Tensor, count: int) -> None:
 
 def lengths(tensor: Tensor, *axes: int) -> Tensor:
     """Return the lengths of vectors along some axes; these axes keep the length 1."""
-    return cast("Tensor", _linalg.vector_norm(tensor, dim=axes, keepdim=True))
+    return cast("Tensor", linalg.vector_norm(tensor, dim=axes, keepdim=True))
 
 
 def cayley(skew: Tensor) -> Tensor:
     """Return (I − Q)(I + Q)⁻¹ for skew-symmetric matrices Q `(n, b, b)`."""
     eye = torch.eye(skew.shape[-1], dtype=skew.dtype)
-    return cast("Tensor", _linalg.solve(eye + skew, eye - skew, left=False))
+    return cast("Tensor", linalg.solve(eye + skew, eye - skew, left=False))
 
 
 def block_diagonal_times(weight: Tensor, blocks: Tensor) -> Tensor:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank
-from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths
+from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths, linalg
 from covmerge.files.adapters.types.lycoris import LOCON
 
 # Removal of singular components of a base's weight, for the types that do this before they add an
 # update.
 
-_linalg: Any = torch.linalg  # torch has no types for it
 _BLOCK = 1024  # columns at a time, so that no second tensor of the weight's size is needed
 
 
@@ -33,7 +32,7 @@ def without_components(weight: Tensor, count: int, *, smallest: bool) -> Tensor:
     for block in blocks:
         exact = block.double()
         gram.addmm_(exact, exact.T)
-    vectors = cast("Tensor", _linalg.eigh(gram)[1])
+    vectors = cast("Tensor", linalg.eigh(gram)[1])
     chosen = vectors[:, :count] if smallest else vectors[:, len(narrow) - count :]
     for block in blocks:
         exact = block.double()
@@ -105,9 +104,16 @@ def _means(channels: Tensor) -> Tensor:
     return channels.mean(dim=(0, 2), keepdim=True, dtype=torch.float64).to(channels.dtype)
 
 
-# KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.
+# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA whose factors start as a part of the
+# weight. KaSA (arXiv:2412.06071): LoRA with singular values, on a weight without its smallest components.
 
 DIAGONAL = "diagonal"
+
+
+def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
+    if len(layer.shape) != 2:
+        layer.refuse("is no linear layer, and PEFT begins no other as a part of the weight")
+    return LOCON.shapes(layer)
 
 
 def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
@@ -117,72 +123,40 @@ def _kasa_shapes(layer: Layer) -> Mapping[str, Shape]:
     return {"down": (rank, layer.d_in), "up": (layer.d_out, rank), DIAGONAL: (rank,)}
 
 
-def _kasa_rest(layer: Layer) -> Tensor:
-    """Return W without its r smallest singular components."""
-    if layer.is_rest:
-        return layer.weight
-    return without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True)
-
-
-def _kasa_weight(layer: Layer) -> Tensor:
-    """Return W without its r smallest singular components, + s B diag(d) A."""
-    diagonal = layer[DIAGONAL]
-    scaled = layer["up"] * (diagonal * layer.scaling(len(diagonal)))
-    return _kasa_rest(layer).addmm_(scaled, layer["down"])
-
-
-KASA = AdapterType(
-    name="LORA (KaSA)",
-    equation="W without its r smallest singular components, + s·B·diag(d)·A",
-    ends={},  # the ends are those of LoRA
-    shapes=_kasa_shapes,
-    weight=_kasa_weight,
-    rest=_kasa_rest,
-    by_rows=False,
-)
-
-
-# PiSSA (arXiv:2404.02948) and OLoRA (arXiv:2406.01775): LoRA whose factors start as a part of the
-# weight.
-
-
-def _pissa_shapes(layer: Layer) -> Mapping[str, Shape]:
-    if len(layer.shape) != 2:
-        layer.refuse("is no linear layer, and PEFT begins no other as a part of the weight")
-    return LOCON.shapes(layer)
-
-
 def _rank(layer: Layer) -> int:
     """Return the rank for the scale: the stored one, or the configured one if the layer limits that."""
     stored, asked = layer.size("down", 0), layer.rank("down", 0)
     return asked if stored == min(layer.shape) < asked else stored
 
 
-def _without_first(layer: Layer) -> Tensor:
-    """Return W − its r largest singular components."""
-    return without_components(layer.weight, layer.size("down", 0), smallest=False)
-
-
 def _without_columns(layer: Layer) -> Tensor:
     """Return W − s Q_r R_r with W = Q R; Q_r R_r is W's part in the span of its first r columns."""
     weight, rank = layer.weight, layer.size("down", 0)
-    basis = _linalg.qr(weight[:, :rank].double())[0].to(weight.dtype)
+    basis = linalg.qr(weight[:, :rank].double())[0].to(weight.dtype)
     return weight.addmm_(basis, basis.T @ weight, alpha=-layer.scaling(_rank(layer)))
 
 
-def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> AdapterType:
+def _begun(
+    name: str,
+    equation: str,
+    rest: Callable[[Layer], Tensor],
+    shapes: Callable[[Layer], Mapping[str, Shape]] = _pissa_shapes,
+) -> AdapterType:
+    """Return the type that adds s B A, or s B diag(d) A, to what is left of the weight."""
+
     def left(layer: Layer) -> Tensor:
         return layer.weight if layer.is_rest else rest(layer)
 
     def weight(layer: Layer) -> Tensor:
-        up = layer["up"][layer.rows] * layer.scaling(_rank(layer))
+        scale = layer.scaling(_rank(layer))
+        up = layer["up"] * (layer[DIAGONAL] * scale if DIAGONAL in layer else scale)
         return left(layer).addmm_(up, layer["down"])
 
     return replace(
         LOCON,
         name=name,
         equation=equation,
-        shapes=_pissa_shapes,
+        shapes=shapes,
         update=None,
         weight=weight,
         rest=left,
@@ -191,9 +165,17 @@ def _begun(name: str, equation: str, rest: Callable[[Layer], Tensor]) -> Adapter
 
 
 PISSA = _begun(
-    "LORA (PiSSA)", "W without its r largest singular components, + s·B·A", _without_first
+    "LORA (PiSSA)",
+    "W without its r largest singular components, + s·B·A",
+    lambda layer: without_components(layer.weight, layer.size("down", 0), smallest=False),
 )
 OLORA = _begun("LORA (OLoRA)", "W − s·Q_r·R_r + s·B·A, Q and R those of W", _without_columns)
+KASA = _begun(
+    "LORA (KaSA)",
+    "W without its r smallest singular components, + s·B·diag(d)·A",
+    lambda layer: without_components(layer.weight, layer.size(DIAGONAL, 0), smallest=True),
+    _kasa_shapes,
+)
 
 
 # OSF (arXiv:2504.07097): the smaller singular components of the weight are trained.
@@ -207,7 +189,6 @@ def _osf_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _osf_weight(layer: Layer) -> Tensor:
-    """Return W without its smallest singular components, + U diag(S) V."""
     values = layer["S"]
     weight = without_components(layer.weight, len(values), smallest=True)
     return weight.addmm_(layer["U"] * values, layer["V"])
@@ -246,17 +227,14 @@ def _deft_weight(layer: Layer) -> Tensor:
     """Return W + Q (s R − Nᵀ W): "relu" has Q = P, N = relu(P), "qr" P's orthonormal columns for both."""
     stored, weight = layer["P"], layer.weight
     if layer.option("decomposition_method", "relu") == "qr":
-        left = right = _linalg.qr(stored)[0]
+        left = right = linalg.qr(stored)[0]
     else:
         left, right = stored, stored.relu()
     inner = -(right.T @ weight)
     if not layer.flag("para"):
-        inner += layer["R"] * _scale(layer, stored.shape[1])
+        scaled = layer.option("alpha")
+        inner += layer["R"] * (layer.number("alpha", 0.0) / stored.shape[1] if scaled else 1.0)
     return weight.addmm_(left, inner)
-
-
-def _scale(layer: Layer, rank: int) -> float:
-    return layer.number("alpha", 0.0) / rank if layer.option("alpha") else 1.0
 
 
 DEFT = AdapterType(
@@ -380,22 +358,15 @@ def _update(layer: Layer) -> Tensor:
     # Block (j, n) uses the j-th part of the terms of A_n and the n-th part of the terms of B_j.
     left = up.view(parts, parts, rank // parts, -1)
     right = down.view(parts, columns, parts, rank // parts)
-    total = _gralora_blocks(left, right).view(layer.d_out, layer.d_in)
+    blocks = up.new_empty(parts, up.shape[2], parts, columns)
+    for j in range(parts):
+        for n in range(parts):
+            blocks[j, :, n] = left[j, n].T @ right[n, :, j].T
+    total = blocks.view(layer.d_out, layer.d_in)
     hybrid = layer.size("down", 0)
     if hybrid:
         total.addmm_(layer["up"], layer["down"])
     return total.mul_(layer.number("alpha", 64) / (rank + hybrid))
-
-
-def _gralora_blocks(left: Tensor, right: Tensor) -> Tensor:
-    """Return the blocks in their places, `(j, o, n, i)`."""
-    parts, _, _, rows = left.shape
-    columns = right.shape[1]
-    found = left.new_empty(parts, rows, parts, columns)
-    for j in range(parts):
-        for n in range(parts):
-            found[j, :, n] = left[j, n].T @ right[n, :, j].T
-    return found
 
 
 GRALORA = AdapterType(
@@ -422,23 +393,19 @@ _NONE = "zeros"  # PEFT's name for the stored tensor of a part that is off
 
 
 def _glora_shapes(layer: Layer) -> Mapping[str, Shape]:
-    d_out, d_in = layer.d_out, layer.d_in
-    matrix = _path(layer, "A", "config_A_B", (d_out, d_in)) | _path(
-        layer, "B", "config_A_B", (d_out, d_in)
-    )
-    bias = _path(layer, "D", "config_D_E", (d_out,)) | _path(layer, "E", "config_D_E", (d_out,))
-    return matrix | _path(layer, "C", "config_C", (d_in, 1)) | bias
-
-
-def _path(layer: Layer, side: str, field: str, shape: Shape) -> dict[str, Shape]:
-    """Return the shapes of the tensors of one of the five parts A to E."""
-    if f"{side}.{_NONE}" in layer:
-        return {f"{side}.{_NONE}": shape}
-    if f"{side}.Xd" in layer:
-        rank = layer.rank(f"{side}.Xd", 1)
-        return {f"{side}.Xd": (shape[0], rank), f"{side}.Xu": (rank, *shape[1:])}
-    constant = layer.option(field) == "constant"
-    return {f"{side}.X": (1,) if constant else (shape[0], *(1 for _ in shape[1:]))}
+    matrix, inputs, bias = (layer.d_out, layer.d_in), (layer.d_in, 1), (layer.d_out,)
+    sides = (("A_B", "A", matrix), ("A_B", "B", matrix), ("C", "C", inputs))
+    found: dict[str, Shape] = {}
+    for field, side, shape in (*sides, ("D_E", "D", bias), ("D_E", "E", bias)):
+        if f"{side}.{_NONE}" in layer:
+            found[f"{side}.{_NONE}"] = shape
+        elif f"{side}.Xd" in layer:
+            rank = layer.rank(f"{side}.Xd", 1)
+            found |= {f"{side}.Xd": (shape[0], rank), f"{side}.Xu": (rank, *shape[1:])}
+        else:
+            constant = layer.option(f"config_{field}") == "constant"
+            found[f"{side}.X"] = (1,) if constant else (shape[0], *(1 for _ in shape[1:]))
+    return found
 
 
 def _value(layer: Layer, side: str, rows: slice = slice(None)) -> Tensor:
@@ -450,15 +417,11 @@ def _value(layer: Layer, side: str, rows: slice = slice(None)) -> Tensor:
 
 
 def _glora_weight(layer: Layer) -> Tensor:
-    """Return the wanted rows of W ⊙ (1 + A) + B."""
-    weight = layer.weight
-    return weight.addcmul(weight, _value(layer, "A", layer.rows)).add_(
-        _value(layer, "B", layer.rows)
-    )
+    weight, rows = layer.weight, layer.rows
+    return weight.addcmul(weight, _value(layer, "A", rows)).add_(_value(layer, "B", rows))
 
 
 def _bias(layer: Layer) -> Tensor:
-    """Return b ⊙ (1 + D) + E + W C."""
     bias = layer.base_bias()
     product = (layer.weight @ _value(layer, "C")).flatten()
     return bias + bias * _value(layer, "D") + _value(layer, "E") + product
@@ -497,7 +460,6 @@ def _hira_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 
 def _hira_weight(layer: Layer) -> Tensor:
-    """Return the wanted rows of W ⊙ (1 + B A)."""
     rank = layer.size("down", 0)
     up = layer["up"].reshape(layer.d_out, rank)[layer.rows]
     weight = layer.weight

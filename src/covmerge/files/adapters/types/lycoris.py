@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from covmerge.files.adapters.types.layer import ALPHA, AdapterType, Layer, Shape, alpha_of, cayley
+from covmerge.files.adapters.types.layer import (
+    ALPHA,
+    AdapterType,
+    Layer,
+    Shape,
+    alpha_of,
+    cayley,
+    linalg,
+)
 
 # LoHa (arXiv:2108.06098): the elementwise product of two low-rank updates.
 
 
 def _loha_shapes(layer: Layer) -> Mapping[str, Shape]:
-    if "t1" not in layer and "t2" not in layer:
+    found: dict[str, Shape] = alpha_of(layer)
+    if "t1" in layer or "t2" in layer:
+        rank = layer.rank("t1", 0)
+        left, right, core = (rank, layer.d_out), (rank, layer.d_in), (rank, rank, *cores(layer))
+        found |= {"t1": core, "t2": core}
+    else:
         rank = layer.rank("w1_b", 0)
         left, right = (layer.d_out, rank), (rank, layer.columns)
-        return {"w1_a": left, "w1_b": right, "w2_a": left, "w2_b": right, **alpha_of(layer)}
-    rank, window = layer.rank("t1", 0), cores(layer)
-    left, right, core = (rank, layer.d_out), (rank, layer.d_in), (rank, rank, *window)
-    shapes = {"w1_a": left, "w1_b": right, "t1": core, "w2_a": left, "w2_b": right, "t2": core}
-    return {**shapes, **alpha_of(layer)}
+    return {**found, "w1_a": left, "w1_b": right, "w2_a": left, "w2_b": right}
 
 
 def cores(layer: Layer) -> Shape:
@@ -38,7 +46,6 @@ def tucker(core: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _loha_update(layer: Layer) -> Tensor:
-    """Return the wanted rows of s (w1_a w1_b) ⊙ (w2_a w2_b)."""
     product = _half(layer, "1").mul_(_half(layer, "2"))
     return product.mul_(layer.scaling(layer.rank("w1_b", 0)))
 
@@ -51,7 +58,6 @@ def _half(layer: Layer, side: str) -> Tensor:
 
 
 def _loha_matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
-    """Return the shape of the update as a matrix, from the shapes of its parts."""
     left, right = parts.get("w1_a", ()), parts.get("w1_b", ())
     if len(left) != 2 or len(right) != 2:
         return None
@@ -151,13 +157,8 @@ def _lokr_shapes(layer: Layer) -> Mapping[str, Shape]:
         return {**found, "kron_w2": (*inner, *window)}
     rank = layer.size("kron_w2_b", 0)
     if "kron_t2" in layer:
-        core = (rank, rank, *cores(layer))
-        return {
-            **found,
-            "kron_w2_a": (rank, inner[0]),
-            "kron_w2_b": (rank, inner[1]),
-            "kron_t2": core,
-        }
+        found |= {"kron_w2_a": (rank, inner[0]), "kron_w2_b": (rank, inner[1])}
+        return {**found, "kron_t2": (rank, rank, *cores(layer))}
     return {**found, "kron_w2_a": (inner[0], rank), "kron_w2_b": (rank, inner[1] * prod(window))}
 
 
@@ -179,7 +180,6 @@ def _scale(layer: Layer) -> float:
 
 
 def _lokr_update(layer: Layer) -> Tensor:
-    """Return the wanted rows of s w1 ⊗ w2."""
     first = layer["kron_w1"] if "kron_w1" in layer else layer["kron_w1_a"] @ layer["kron_w1_b"]
     second = _second(layer)
     if layer.config is not None and second.dim() == 3:
@@ -200,18 +200,12 @@ def _second(layer: Layer) -> Tensor:
 
 
 def _lokr_matrix(parts: Mapping[str, Shape]) -> tuple[int, int] | None:
-    """Return the shape of the update as a matrix, from the shapes of its parts."""
-    first = parts.get("kron_w1") or (
-        *parts.get("kron_w1_a", (0,))[:1],
-        *parts.get("kron_w1_b", (0, 0))[1:],
-    )
+    left, right = parts.get("kron_w1_a", (0,)), parts.get("kron_w1_b", (0, 0))
+    first = parts.get("kron_w1") or (*left[:1], *right[1:])
     second = parts.get("kron_w2")
     if second is None:
-        left, right, core = (
-            parts.get("kron_w2_a", ()),
-            parts.get("kron_w2_b", ()),
-            parts.get("kron_t2"),
-        )
+        left, right = parts.get("kron_w2_a", ()), parts.get("kron_w2_b", ())
+        core = parts.get("kron_t2")
         if len(left) != 2 or len(right) != 2:
             return None
         second = (left[0], right[1]) if core is None else (left[1], right[1] * prod(core[2:]))
@@ -331,9 +325,6 @@ LYCORIS_IA3 = AdapterType(
 
 # OFT and BOFT of Kohya's and LyCORIS's files: the layer's outputs are rotated in blocks and scaled.
 
-_linalg: Any = torch.linalg  # torch has no types for it
-
-
 _WHOLE = "rotations"  # LyCORIS up to 2.1 stored R itself
 
 
@@ -374,7 +365,7 @@ def _rotations(layer: Layer) -> Tensor:
     stored = layer["blocks"].double()
     skew = stored - stored.mT
     limit = float(layer[ALPHA]) * layer.d_out if ALPHA in layer else 0.0
-    norm = float(_linalg.vector_norm(skew)) + 1e-8
+    norm = float(linalg.vector_norm(skew)) + 1e-8
     return cayley(-skew * (limit / norm if 0 < limit < norm else 1.0))
 
 
@@ -405,15 +396,6 @@ LYCORIS_OFT = AdapterType(
 DIFFERENCE, OF_BIAS = "difference", "difference of bias"
 
 
-def _diff_shapes(layer: Layer) -> Mapping[str, Shape]:
-    return {DIFFERENCE: layer.shape}
-
-
-def _diff_update(layer: Layer) -> Tensor:
-    """Return the wanted rows of the difference."""
-    return layer[DIFFERENCE].reshape(layer.d_out, -1)[layer.rows]
-
-
 def _diff_matrix(parts: Mapping[str, Shape]) -> tuple[int, int]:
     shape = parts[DIFFERENCE]
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
@@ -429,8 +411,8 @@ DIFF = AdapterType(
         ".b_norm": OF_BIAS,
     },
     marks=frozenset({DIFFERENCE}),
-    shapes=_diff_shapes,
-    update=_diff_update,
+    shapes=lambda layer: {DIFFERENCE: layer.shape},
+    update=lambda layer: layer[DIFFERENCE].reshape(layer.d_out, -1)[layer.rows],
     matrix=_diff_matrix,
     vectors=True,
 )

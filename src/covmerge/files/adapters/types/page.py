@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from covmerge.files.adapters.gguf import ARCHITECTURES
 from covmerge.files.adapters.types import (
     LORA_FIELDS,
@@ -93,24 +91,20 @@ def markdown() -> str:
         count=all_of_peft,
         read=read,
         types="\n".join(rows),
-        fields="\n".join(_row(name, kind) for name, kind in _fields()),
+        fields="\n".join(
+            [
+                *(_row(f'`init_lora_weights = "{v}"`', kind) for v, kind in LORA_INITS.items()),
+                *(_row(f"`{name}`", kind) for name, kind in LORA_FIELDS.items()),
+            ]
+        ),
         architectures=", ".join(sorted(ARCHITECTURES)),
         files="\n".join(_row(kind.name, kind) for kind in OF_FILES),
         refused="\n".join(f"| `{name}` | {why} |" for name, why in sorted(refused.items())),
     )
 
 
-def _fields() -> Iterator[tuple[str, AdapterType]]:
-    """Yield the fields of LoRA's configuration that select another type, with that type."""
-    for value, kind in LORA_INITS.items():
-        yield f'`init_lora_weights = "{value}"`', kind
-    for name, kind in LORA_FIELDS.items():
-        yield f"`{name}`", kind
-
-
 def _row(name: str, kind: AdapterType) -> str:
-    depends = "yes" if kind.weight is not None or kind.bias is not None else "no"
-    return f"| {name} | {kind.equation} | {depends} |"
+    return f"| {name} | {kind.equation} | {'yes' if kind.needs_base else 'no'} |"
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ def _oft_shapes(layer: Layer) -> Mapping[str, Shape]:
         )
     part = _part(layer)
     blocks, numbers = layer.size(part, 0), layer.size(part, 1)
-    size = layer.d_in if not blocks else layer.d_in // (1 if _shared(layer) else blocks)
-    if _shared(layer):
-        size = (1 + _root(1 + 8 * numbers)) // 2
+    size = _size(numbers) if _shared(layer) else layer.d_in // max(1, blocks)
     if blocks and (layer.d_in % size or (not _shared(layer) and layer.d_in != blocks * size)):
         layer.refuse(
             f"has {layer.d_in} inputs, which are not {blocks} blocks: fetch the adapter again"
@@ -60,8 +58,9 @@ def _part(layer: Layer) -> str:
     return _OF_ROWS if _OF_ROWS in layer else "R"
 
 
-def _root(number: int) -> int:
-    return int(number**0.5 + 0.5)
+def _size(numbers: int) -> int:
+    """Return the size of skew matrices by how many numbers they have."""
+    return (1 + int((1 + 8 * numbers) ** 0.5 + 0.5)) // 2
 
 
 def _shared(layer: Layer) -> bool:
@@ -83,7 +82,7 @@ def _oft_weight(layer: Layer) -> Tensor:
 def _rotations(layer: Layer) -> Tensor:
     """Return R = (I + Q)(I − Q)⁻¹, or the first terms of its series if the adapter was trained so."""
     numbers = layer[_part(layer)].double()
-    size = (1 + _root(1 + 8 * numbers.shape[1])) // 2
+    size = _size(numbers.shape[1])
     if layer.flag("coft"):
         numbers = _projected(numbers, layer.number("eps", 6e-5))
     rows, columns = torch.triu_indices(size, size, 1)
@@ -167,10 +166,6 @@ def _boft_shapes(layer: Layer) -> Mapping[str, Shape]:
     return found
 
 
-def _boft_weight(layer: Layer) -> Tensor:
-    return turned(layer, layer["R"][0])
-
-
 def turned(layer: Layer, stored: Tensor) -> Tensor:
     """Return the wanted rows of s ⊙ W · blockdiag(R)ᵀ, R = (I − Q)(I + Q)⁻¹, Q skew part of `stored`."""
     stored = stored.double()
@@ -185,17 +180,13 @@ BOFT = AdapterType(
     equation="s ⊙ W·blockdiag(R)ᵀ, R of skew matrices by the Cayley transform",
     ends={".boft_R": "R", ".boft_s": "s", ".boft_P": "P"},
     shapes=_boft_shapes,
-    weight=_boft_weight,
+    weight=lambda layer: turned(layer, layer["R"][0]),
     fields=frozenset({"boft_block_size", "boft_block_num", "boft_n_butterfly_factor"}),
     unused=frozenset({"boft_dropout", "init_weights"}),
 )
 
 
 # HRA (arXiv:2405.17484): the layer's inputs are reflected at r hyperplanes, one after another.
-
-
-def _hra_shapes(layer: Layer) -> Mapping[str, Shape]:
-    return {"u": (layer.columns, layer.rank("u", 1))}
 
 
 def _hra_weight(layer: Layer) -> Tensor:
@@ -225,7 +216,7 @@ HRA = AdapterType(
     name="HRA",
     equation="W·Π(I − 2·u·uᵀ)",
     ends={".hra_u": "u"},
-    shapes=_hra_shapes,
+    shapes=lambda layer: {"u": (layer.columns, layer.rank("u", 1))},
     weight=_hra_weight,
     fields=frozenset({"r", "apply_GS"}),
     unused=frozenset({"init_weights"}),

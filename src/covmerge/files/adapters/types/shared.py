@@ -6,13 +6,19 @@ import math
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from covmerge.base.types import LowRank, TensorHeader
-from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check_places, lengths
+from covmerge.files.adapters.types.layer import (
+    AdapterType,
+    Layer,
+    Shape,
+    check_places,
+    lengths,
+    linalg,
+)
 
 # VeRA (arXiv:2310.11454): all layers share random factors, and each layer has its own scales.
 
@@ -35,10 +41,7 @@ def is_drawn(layer: Layer) -> bool:
 def _vera_factors(layer: Layer, inner: int = 1, seed: int = -1) -> LowRank:
     """Return diag(b) B · diag(d) A, using the first rows of the shared B and the first columns of A.
 
-    Args:
-        layer: the adapter's layer.
-        inner: how many rows A has for each rank; the first r rows are used.
-        seed: the seed of factors that are drawn, if the config has no seed.
+    A has `inner` rows for each rank, of which the first r are used. `seed` stands for a config without one.
     """
     rank = layer.rank("d", 0)
     if is_drawn(layer):
@@ -94,9 +97,11 @@ PVERA = AdapterType(
     rank=lambda layer: layer.rank("d", 0),
     fields=frozenset({"r", "projection_prng_key", "save_projection", "sample_at_inference"}),
     unused=frozenset({"pvera_dropout", "d_initial", "generator_seed", "init_weights"}),
-    refused={
-        "sample_at_inference": (True, "so that each output is drawn anew, about that of the means")
-    },
+    refused=(
+        "sample_at_inference",
+        True,
+        "so that each output is drawn anew, about that of the means",
+    ),
 )
 
 
@@ -298,12 +303,11 @@ UNILORA = AdapterType(
     integers=frozenset({"A_indices", "B_indices"}),
     fields=frozenset({"r", "theta_d_length", "save_indices"}),
     unused=frozenset({"proj_seed", "init_theta_d_bound", "unilora_dropout", "init_weights"}),
-    refused={
-        "save_indices": (
-            False,
-            "and the places are drawn for the layers in the order of the model's modules, not saved",
-        )
-    },
+    refused=(
+        "save_indices",
+        False,
+        "and the places are drawn for the layers in the order of the model's modules, not saved",
+    ),
 )
 
 
@@ -313,12 +317,11 @@ UNILORA = AdapterType(
 def _tinylora_shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, count = layer.size("A", 0), layer.integer("u", 64, least=1)
     vectors: dict[str, Shape] = {part: (count,) for part in layer.parts if part.startswith("v.")}
-    shapes: dict[str, Shape] = {"A": (rank, layer.d_in), "B": (layer.d_out, rank)}
-    return {**shapes, "P": (count, rank, rank), **vectors}
+    square = (count, rank, rank)
+    return {"A": (rank, layer.d_in), "B": (layer.d_out, rank), "P": square, **vectors}
 
 
 def _tinylora_factors(layer: Layer) -> LowRank:
-    """Return B · Σ v_i P_i · A as factors."""
     mixed = torch.einsum("i,ijk->jk", layer[f"v.{_group(layer)}"], layer["P"])
     return LowRank(layer["B"] @ mixed, layer["A"])
 
@@ -335,21 +338,17 @@ def _group(layer: Layer) -> int:
 def _place(layer: Layer) -> int:
     """Return the layer's number among all layers, found by the seed of its random matrices."""
     stored = layer["P"]
-    seed = layer.integer("projection_seed", 42)
+    seed, std = layer.integer("projection_seed", 42), stored.shape[1] ** -0.5
     for number in range(layer.count):
-        if torch.allclose(_tinylora_drawn(seed + number, stored), stored, rtol=1e-2, atol=1e-2):
+        generator = torch.Generator().manual_seed(seed + number)
+        drawn = torch.normal(0.0, std, stored.shape, generator=generator).to(stored.dtype)
+        if torch.allclose(drawn, stored, rtol=1e-2, atol=1e-2):
             return number
     layer.refuse(
         "has random matrices that torch does not draw here from any layer's seed, so that its vector is "
         "not known: merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge "
         "full models"
     )
-
-
-def _tinylora_drawn(seed: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    std = like.shape[1] ** -0.5
-    return torch.normal(0.0, std, like.shape, generator=generator).to(like.dtype)
 
 
 TINYLORA = AdapterType(
@@ -362,27 +361,24 @@ TINYLORA = AdapterType(
     rank=lambda layer: layer.size("A", 0),
     fields=frozenset({"r", "u", "weight_tying", "projection_seed", "save_projection"}),
     unused=frozenset({"tinylora_dropout", "init_weights", "init_v_bound"}),
-    refused={
-        "save_projection": (
-            False,
-            "so that nothing tells a layer's place among the model's modules, which its vector goes by",
-        )
-    },
+    refused=(
+        "save_projection",
+        False,
+        "so that nothing tells a layer's place among the model's modules, which its vector goes by",
+    ),
 )
 
 
 # FRoD: the weight in a basis that layers of one kind share, with new diagonal and sparse coefficients.
 
-_linalg: Any = torch.linalg  # torch has no types for it
 _SHARED = ("V", "places", "size")
 _NONE = 1e-12  # PEFT treats shorter columns as zero
 
 
 def _frod_shapes(layer: Layer) -> Mapping[str, Shape]:
     count = layer.size("values", 0)
-    square = (layer.d_in, layer.d_in)
-    shapes: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
-    return {**shapes, "V": square, "places": (2, count), "size": (2,)}
+    own: dict[str, Shape] = {"lengths": (layer.d_in,), "values": (count,)}
+    return {**own, "V": (layer.d_in, layer.d_in), "places": (2, count), "size": (2,)}
 
 
 def _of_layer(module: str, shared: Mapping[str, TensorHeader]) -> Mapping[str, TensorHeader]:
@@ -400,20 +396,17 @@ def _weight(layer: Layer) -> Tensor:
     PEFT computes with U and V in the dtype of the base's file, so U is rounded to that dtype.
     """
     shared, weight = layer["V"].double(), layer.weight
-    columns = _solved(shared, weight.T.double()).T
+    turned = weight.T.double()
+    try:
+        columns = linalg.solve(shared, turned).T
+    except RuntimeError:  # singular; PEFT does the same
+        columns = (linalg.pinv(shared, rtol=1e-6) @ turned).T
     sizes = lengths(columns, 0)
     left = torch.where(sizes > _NONE, columns / sizes, 0.0).float().to(layer.stored).double()
     rows, others = layer["places"].long()
     inner = torch.diag(layer["lengths"].double())
     inner.index_put_((rows, others), layer["values"].double(), accumulate=True)
     return (left @ inner @ shared.T).to(weight.dtype)
-
-
-def _solved(shared: Tensor, turned: Tensor) -> Tensor:
-    try:
-        return _linalg.solve(shared, turned)
-    except RuntimeError:  # singular; PEFT does the same
-        return _linalg.pinv(shared, rtol=1e-6) @ turned
 
 
 FROD = AdapterType(
@@ -433,12 +426,11 @@ FROD = AdapterType(
             *("regularization_alpha", "runtime_offload_base_weight"),
         }
     ),
-    refused={
-        "save_projection": (
-            False,
-            "and its shared matrices are eigenvectors, whose signs are not determined",
-        )
-    },
+    refused=(
+        "save_projection",
+        False,
+        "and its shared matrices are eigenvectors, whose signs are not determined",
+    ),
 )
 
 TYPES = (FROD, PVERA, RANDLORA, TINYLORA, UNILORA, VBLORA, VERA)

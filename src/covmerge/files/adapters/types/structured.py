@@ -186,7 +186,7 @@ WAVEFT = AdapterType(
 
 def _miss_shapes(layer: Layer) -> Mapping[str, Shape]:
     rank = layer.integer("r", 64, least=1)
-    if _is_bat(layer):
+    if layer.option("init_weights") == "bat":
         if layer.d_in % rank or layer.d_out % rank:
             layer.refuse(
                 f"is {list(layer.shape)} in the base, which blocks of {rank} do not divide"
@@ -201,19 +201,13 @@ def _miss_shapes(layer: Layer) -> Mapping[str, Shape]:
     return {"block": (rank, columns)}
 
 
-def _is_bat(layer: Layer) -> bool:
-    return layer.option("init_weights") == "bat"
-
-
 def _weight(layer: Layer) -> Tensor:
     """Return the wanted rows of W + Mᵀ repeated; "bat" makes each block W_jk + W_jk M_j + M_j instead."""
-    return _bat(layer) if _is_bat(layer) else layer.weight + _repeated(layer)
-
-
-def _repeated(layer: Layer) -> Tensor:
+    if layer.option("init_weights") == "bat":
+        return _bat(layer)
     block = layer["block"].T
     repeated = block[torch.arange(layer.d_out)[layer.rows] % len(block)]
-    return repeated[:, torch.arange(layer.d_in) % repeated.shape[1]]
+    return layer.weight + repeated[:, torch.arange(layer.d_in) % repeated.shape[1]]
 
 
 def _bat(layer: Layer) -> Tensor:

@@ -97,27 +97,21 @@ class ToFourBit:
 
     def _blocks(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield bytes and scales, a few whole blocks at a time."""
-        order = torch.tensor(self.values).argsort()
-        bounds = _middles(torch.tensor(self.values)[order])
         unit = 2 * self.storage.itemsize
         step = max(1, PIECE // self.block) * self.block
         for start in range(0, len(flat), step):
             few = flat[start : start + step]
             blocks = pad(few, (0, -len(few) % self.block)).view(-1, self.block)
             scales = _largest(blocks)
-            numbers = blocks * (1.0 / scales.clamp_min(_SMALLEST))[:, None]
-            codes = order[torch.bucketize(numbers.view(-1), bounds)][: len(few)].to(torch.uint8)
+            codes = _codes(blocks, scales, torch.tensor(self.values))[: len(few)]
             codes = pad(codes, (0, -len(codes) % unit))
             yield codes[::2] << 4 | codes[1::2], scales
 
     @staticmethod
     def _nested(scales: Tensor, known: Tensor, size: int) -> tuple[Tensor, Tensor]:
         blocks = pad(scales, (0, -len(scales) % size)).view(-1, size)
-        outer = blocks.abs().amax(1)
-        numbers = blocks * (1.0 / outer.clamp_min(_SMALLEST))[:, None]
-        order = known.argsort()
-        codes = order[torch.bucketize(numbers.view(-1), _middles(known[order]))]
-        return codes[: len(scales)].to(torch.uint8), outer
+        outer = _largest(blocks)
+        return _codes(blocks, outer, known)[: len(scales)], outer
 
     def _stated(self, state: str) -> Tensor:
         return torch.tensor(list(state.ljust(self.length).encode()), dtype=torch.uint8)
@@ -169,6 +163,10 @@ def _largest(weights: Tensor) -> Tensor:
     return torch.maximum(weights.amax(1), -weights.amin(1)).abs_()
 
 
-def _middles(values: Tensor) -> Tensor:
-    """Return the middles between neighbouring sorted numbers."""
-    return (values[:-1] + values[1:]) / 2
+def _codes(blocks: Tensor, scales: Tensor, values: Tensor) -> Tensor:
+    """Return for each number of blocks the code whose value times the block's scale is nearest."""
+    order = values.argsort()
+    known = values[order]
+    numbers = blocks * (1.0 / scales.clamp_min(_SMALLEST))[:, None]
+    codes = torch.bucketize(numbers.view(-1), (known[:-1] + known[1:]) / 2)
+    return order[codes].to(torch.uint8)

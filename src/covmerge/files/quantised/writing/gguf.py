@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
-from covmerge.files.quantised.gguf import PLAIN, Blocks, PlainTensor
+from covmerge.files.quantised.gguf import PLAIN, GgufTensor
+from covmerge.files.quantised.gguf_file import block_of, gguf_package
 from covmerge.files.quantised.packed import Packed, pieces
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.maths.linalg.stored import stored_as
@@ -50,7 +50,6 @@ class GgufHead:
 
 def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
     """Return the layout of one file, with aligned tensors in the order of the head."""
-    package: Any = importlib.import_module("gguf")
     stored = {header.name: header for header in headers}
     fixed = {name: header for name, (header, _) in head.fixed.items()}
     written = fixed | {name: stored[name] for name in head.types if name in stored}
@@ -63,7 +62,7 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
         if stack is None or name == head.stacks[stack][0]:
             end = _aligned(end, head.alignment)
             stacked = () if stack is None else (len(head.stacks[stack]),)
-            infos += _info(package, stack or name, stacked, header, head.types[name], end)
+            infos += _info(stack or name, stacked, header, head.types[name], end)
             count += 1
         places[name] = end
         end += header.nbytes
@@ -85,16 +84,14 @@ def plan_gguf(head: GgufHead, headers: Sequence[TensorHeader]) -> Layout:
 
 
 def _info(
-    package: Any, name: str, stacked: tuple[int, ...], header: TensorHeader, kind: str, place: int
+    name: str, stacked: tuple[int, ...], header: TensorHeader, kind: str, place: int
 ) -> bytes:
     """Return the description of a tensor in a header: name, sizes, type and place of the data."""
-    numbered = package.GGMLQuantizationType[kind]
-    block, size = package.GGML_QUANT_SIZES[numbered]
-    row = header.shape[-1]
-    width = row // size * block if header.dtype is torch.uint8 else row
+    width = _numbers(kind, header.shape[-1])
     axes = (*stacked, *header.shape[:-1], width)[::-1]  # the file has the fastest axis first
     text = name.encode()
-    sizes = struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, int(numbered), place)
+    number = int(gguf_package().GGMLQuantizationType[kind])
+    sizes = struct.pack(f"<I{len(axes)}QIQ", len(axes), *axes, number, place)
     return struct.pack("<Q", len(text)) + text + sizes
 
 
@@ -120,78 +117,55 @@ HIGHER: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ToBlocks:
-    """Rounding to a type of GGUF: each number by itself or, in blocks of a row, by `gguf.quantize`.
+    """Rounding to a tensor's type: each number by itself or, in blocks of a row, by `gguf.quantize`."""
 
-    Attributes:
-        kind: GGUF's name of the type.
-        order: as in `Blocks`; None: rows are in order.
-        transposed: as in `PlainTensor`.
-        more: as in `PlainTensor`.
-        flat: as in `PlainTensor`.
-    """
-
-    kind: str
-    order: tuple[int, ...] | None = None
-    transposed: bool = False
-    more: float = 0.0
-    flat: bool = False
+    tensor: GgufTensor
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        stored = weights.mT.contiguous() if self.transposed else weights
-        if self.flat:
+        kind, order = self.tensor.kind, self.tensor.order
+        stored = weights.mT.contiguous() if self.tensor.transposed else weights
+        if self.tensor.flat:
             (stored,) = weights
-        if self.more:
-            stored = stored + self.more
-        if self.order is not None:
-            groups = stored.view(-1, len(self.order), *stored.shape[1:])
+        if self.tensor.more:
+            stored = stored + self.tensor.more
+        if order is not None:
+            groups = stored.view(-1, len(order), *stored.shape[1:])
             mixed = torch.empty_like(groups)
-            mixed[:, list(self.order)] = groups
+            mixed[:, list(order)] = groups
             stored = mixed.flatten(0, 1)
-        if self.kind in PLAIN:
-            return (stored_as(stored, PLAIN[self.kind]),)
-        package: Any = importlib.import_module("gguf")
-        kind = package.GGMLQuantizationType[self.kind]
-        rows = [
-            _packed(package, stored[few.start : few.stop], kind)
-            for few in pieces(range(len(stored)), stored.shape[-1])
-        ]
-        return (torch.cat(rows),)
+        if kind in PLAIN:
+            return (stored_as(stored, PLAIN[kind]),)
+        few = pieces(range(len(stored)), stored.shape[-1])
+        return (torch.cat([_packed(stored[rows.start : rows.stop], kind) for rows in few]),)
 
 
 def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None:
     """Return the packing of a tensor in a type of GGUF; None if its rows are no whole blocks."""
-    assert isinstance(packed, Blocks | PlainTensor)
+    assert isinstance(packed, GgufTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])
     if kind in PLAIN:
         header = TensorHeader(name, (*shape[:-1], width), PLAIN[kind])
     else:
-        block, size = _sizes(kind)
+        block, size = block_of(kind)
         if width % block or len(shape) < 2:
             return None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
     target = replace(packed, kind=kind)
-    if isinstance(target, PlainTensor):
-        quantise = ToBlocks(kind, transposed=target.transposed, more=target.more, flat=target.flat)
-        return Packing(target, (Part(header),), quantise, whole=True)
     group = 1 if target.order is None else len(target.order)
-    return Packing(target, (Part(header),), ToBlocks(kind, target.order), group=group)
+    return Packing(target, (Part(header),), ToBlocks(target), target.whole, group)
 
 
 def _numbers(kind: str, row: int) -> int:
     """Return the count of numbers in a row: of a row of bytes if the type has blocks."""
     if kind in PLAIN:
         return row
-    block, size = _sizes(kind)
+    block, size = block_of(kind)
     return row // size * block
 
 
-def _sizes(kind: str) -> tuple[int, int]:
-    package: Any = importlib.import_module("gguf")
-    return package.GGML_QUANT_SIZES[package.GGMLQuantizationType[kind]]
-
-
-def _packed(package: Any, rows: Tensor, kind: Any) -> Tensor:
+def _packed(rows: Tensor, kind: str) -> Tensor:
+    package = gguf_package()
     with np.errstate(all="ignore"):  # numbers that are not finite are found when they are read back
-        blocks = package.quantize(rows.numpy(), kind)
+        blocks = package.quantize(rows.numpy(), package.GGMLQuantizationType[kind])
     return cast("Any", torch).from_numpy(blocks)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised import awq, gptq
-from covmerge.files.quantised.integers import WORD, Grouped, run_of
+from covmerge.files.quantised.gptq import Grouped
+from covmerge.files.quantised.integers import WORD, run_of
 from covmerge.files.quantised.packed import pieces
-from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.scaled import Scaled
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.files.quantised.writing.scaled import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
@@ -97,10 +97,10 @@ class ToWords:
         return words, scales, torch.tensor(self.shape, dtype=self.sizes)
 
 
-def of_words(packed: Words, headers: Mapping[str, TensorHeader]) -> Packing:
+def of_words(packed: Scaled, headers: Mapping[str, TensorHeader]) -> Packing:
     """Return the packing of a layer that is stored like a layer of a checkpoint."""
     words, scale, shape = (headers[name] for name in packed.stored)
-    rounding = Rounding(packed.bits, packed.group, scale.dtype, symmetric=True)
+    rounding = Rounding(packed.bits, packed.block[1], scale.dtype, symmetric=True)
     quantise = ToWords(rounding, packed.header.shape, shape.dtype)
     return Packing(packed, (Part(words), Part(scale), Part(shape, None)), quantise)
 
@@ -110,25 +110,20 @@ class ToGrouped:
     """Packing in words of the transposed matrix.
 
     Attributes:
+        packed: the packed tensor; groups are in order here.
         rounding: how weights are rounded.
-        shifts: the places of numbers in a word, which are several outputs (AWQ); None: they are in order,
-            and are inputs of one output (GPTQ).
-        less: the number that is subtracted from z before it is stored.
-        mixed: whether the group of each input is stored; groups are in order here.
     """
 
+    packed: Grouped
     rounding: Rounding
-    shifts: tuple[int, ...] | None
-    less: int = 0
-    mixed: bool = False
 
     def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
         rows, columns = weights.shape
         (held, high), group = run_of(self.rounding.bits), self.rounding.group
         count = -(-columns // group)
-        along_inputs = self.shifts is None
+        along_inputs = self.packed.shifts is None
         shape = (columns // held * high, rows) if along_inputs else (columns, rows // held * high)
-        packed = torch.empty(shape, dtype=torch.int32)
+        words = torch.empty(shape, dtype=torch.int32)
         scales = torch.empty((count, rows), dtype=self.rounding.scales)
         runs = -(-rows // held)
         zeros = torch.empty((count, runs * high), dtype=torch.int32)
@@ -137,40 +132,28 @@ class ToGrouped:
             place = slice(few.start * high, few.stop * high)
             q, scale, z = self.rounding(weights[lines])
             scales[:, lines] = scale.mT
-            z = pad(z - self.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
+            z = pad(z - self.packed.less, (0, 0, 0, -len(z) % held)) & self.rounding.most
             zeros[:, place] = self._words(z.mT)
             if along_inputs:
-                packed[:, lines] = self._words(q).mT
+                words[:, lines] = self._words(q).mT
             else:
-                packed[:, place] = self._words(q.mT)
-        mixed = (torch.arange(columns, dtype=torch.int32) // group,) if self.mixed else ()
-        return (packed, zeros, scales, *mixed)
+                words[:, place] = self._words(q.mT)
+        if self.packed.mixed is None:
+            return words, zeros, scales
+        return words, zeros, scales, torch.arange(columns, dtype=torch.int32) // group
 
     def _words(self, numbers: Tensor) -> Tensor:
-        if self.shifts is None:
+        if self.packed.shifts is None:
             return _in_a_row(numbers, self.rounding.bits)
-        return _words(numbers, self.shifts)
+        return _words(numbers, self.packed.shifts)
 
 
 def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetric: bool) -> Packing:
-    """Return the packing of a layer that is stored like a layer of a checkpoint.
-
-    Args:
-        packed: the packed tensor, which reads the result.
-        headers: headers of the stored tensors.
-        symmetric: whether zero points are the middle of the range.
-    """
-    by_gptq = isinstance(packed, gptq.Weight)
-    less = int(packed.less_one) if by_gptq else 0
+    """Return the packing of a layer like one of a checkpoint; `symmetric`: z is the middle of the range."""
     scales = headers[packed.stored[2]].dtype
-    quantise = ToGrouped(
-        Rounding(packed.bits, packed.group, scales, symmetric, least=less),
-        None if by_gptq else awq.SHIFTS,
-        less=less,
-        mixed=by_gptq and packed.mixed is not None,
-    )
+    rounding = Rounding(packed.bits, packed.group, scales, symmetric, least=packed.less)
     parts = tuple(Part(headers[name], None) for name in packed.stored)
-    return Packing(packed, parts, quantise, whole=True)
+    return Packing(packed, parts, ToGrouped(packed, rounding), whole=True)
 
 
 def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:

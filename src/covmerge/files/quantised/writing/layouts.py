@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised import awq, gptq
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.formats import FORMATS
-from covmerge.files.quantised.fp8 import Scaled
+from covmerge.files.quantised.gptq import AWQ_SHIFTS, Grouped
 from covmerge.files.quantised.integers import WORD, Mixed
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import Packed
-from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.scaled import ROW, TENSOR, Block, Scaled
 from covmerge.files.quantised.writing.bitsandbytes import NF4
 from covmerge.files.quantised.writing.gguf import WRITTEN
 from covmerge.files.quantised.writing.like import packing_like
@@ -27,6 +27,7 @@ SAME = "same"
 _BLOCK = (128, 128)
 _GROUP = 128
 _OF_NF4 = 64
+_Laid = tuple[list[TensorHeader], Callable[[TensorHeader, tuple[str, ...]], Packed]]
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,15 @@ class Layout:
 
     Attributes:
         said: the format, as text.
-        lay: a function that returns the packed tensor for a plain tensor's header, with the headers of its
-            parts; None if the sizes do not allow it.
+        lay: a function that returns the headers of a plain tensor's parts, and what makes the packed tensor
+            of its header and their names; None if the sizes do not allow it.
         needs: the required sizes, as text.
         settings: the entries of config.json, without the modules that stay plain.
         axes: number of axes of the tensors that it packs.
     """
 
     said: str
-    lay: Callable[[TensorHeader], tuple[Packed, list[TensorHeader]] | None]
+    lay: Callable[[TensorHeader], _Laid | None]
     needs: str
     settings: Mapping[str, Any]
     axes: int = 2
@@ -53,30 +54,31 @@ class Layout:
         laid = self.lay(header) if len(header.shape) == self.axes and header.numel else None
         if laid is None:
             return None
-        packed, stored = laid
+        stored, made = laid
+        packed = made(header, tuple(part.name for part in stored))
         maps = {f"{header.name}.quant_map": torch.tensor(NF4)}
         return packing_like(packed, {part.name: part for part in stored}, self.settings, maps)
 
 
 def _scaled(
-    dtype: torch.dtype, block: tuple[int, int] | None, suffix: str, *, whole: bool = False
-) -> Callable[[TensorHeader], tuple[Packed, list[TensorHeader]]]:
-    def lay(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+    dtype: torch.dtype, block: Block, suffix: str = "_scale"
+) -> Callable[[TensorHeader], _Laid]:
+    def lay(header: TensorHeader) -> _Laid:
         rows, columns = header.shape
-        high, wide = block or ((rows, columns) if whole else (1, columns))
-        grid = (1,) if whole else (-(-rows // high), -(-columns // wide))
+        high, wide = block[0] or rows, block[1] or columns
+        grid = (1,) if block == TENSOR else (-(-rows // high), -(-columns // wide))
         # Clients of scales by row store them in the model's dtype.
-        scales = torch.float32 if block else header.dtype
+        scales = torch.float32 if block == _BLOCK else header.dtype
         stored = [
             TensorHeader(header.name, header.shape, dtype),
             TensorHeader(f"{header.name}{suffix}", grid, scales),
         ]
-        return Scaled(header, tuple(part.name for part in stored), (high, wide)), stored
+        return stored, partial(Scaled, block=(high, wide))
 
     return lay
 
 
-def _int4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+def _int4(header: TensorHeader) -> _Laid | None:
     rows, columns = header.shape
     if columns % _GROUP:
         return None
@@ -85,20 +87,20 @@ def _int4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{header.name}_scale", (rows, columns // _GROUP), header.dtype),
         TensorHeader(f"{header.name}_shape", (2,), torch.int64),
     ]
-    return Words(header, tuple(part.name for part in stored), 4, _GROUP), stored
+    return stored, partial(Scaled, block=(1, _GROUP), bits=4, words=True)
 
 
-def _eight_bit(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+def _eight_bit(header: TensorHeader) -> _Laid:
     module = header.name.removesuffix(".weight")
     stored = [
         TensorHeader(header.name, header.shape, torch.int8),
         TensorHeader(f"{module}.SCB", header.shape[:1], torch.float32),
         TensorHeader(f"{module}.weight_format", (), torch.uint8),
     ]
-    return EightBit(header, tuple(part.name for part in stored)), stored
+    return stored, EightBit
 
 
-def _nf4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
+def _nf4(header: TensorHeader) -> _Laid:
     name = header.name
     stored = [
         TensorHeader(name, (-(-header.numel // 2), 1), torch.uint8),
@@ -106,39 +108,28 @@ def _nf4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]]:
         TensorHeader(f"{name}.quant_map", (len(NF4),), torch.float32),
         TensorHeader(f"{name}.quant_state.bitsandbytes__nf4", (0,), torch.uint8),
     ]
-    names = tuple(part.name for part in stored)
-    return FourBit(header, names, block=_OF_NF4, unit=1, nested=None), stored
+    return stored, partial(FourBit, block=_OF_NF4, unit=1, nested=None)
 
 
-def _gptq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+def _grouped(header: TensorHeader, *, awq: bool) -> _Laid | None:
     rows, columns = header.shape
     if columns % _GROUP or rows % 8:
         return None
     module, held = header.name.removesuffix(".weight"), WORD // 4
+    words = (columns, rows // held) if awq else (columns // held, rows)
     stored = [
-        TensorHeader(f"{module}.qweight", (columns // held, rows), torch.int32),
-        TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
-        TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
-        TensorHeader(f"{module}.g_idx", (columns,), torch.int32),
-    ]
-    names = tuple(part.name for part in stored)
-    return gptq.Weight(header, names, 4, _GROUP, less_one=True, mixed=Mixed(names[3], "")), stored
-
-
-def _awq(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
-    rows, columns = header.shape
-    if columns % _GROUP or rows % 8:
-        return None
-    module, held = header.name.removesuffix(".weight"), WORD // 4
-    stored = [
-        TensorHeader(f"{module}.qweight", (columns, rows // held), torch.int32),
+        TensorHeader(f"{module}.qweight", words, torch.int32),
         TensorHeader(f"{module}.qzeros", (columns // _GROUP, rows // held), torch.int32),
         TensorHeader(f"{module}.scales", (columns // _GROUP, rows), torch.float16),
     ]
-    return awq.Weight(header, tuple(part.name for part in stored), 4, _GROUP), stored
+    if awq:
+        return stored, partial(Grouped, bits=4, group=_GROUP, shifts=AWQ_SHIFTS)
+    groups = TensorHeader(f"{module}.g_idx", (columns,), torch.int32)
+    mixed = Mixed(groups.name, "")
+    return [*stored, groups], partial(Grouped, bits=4, group=_GROUP, less=1, mixed=mixed)
 
 
-def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
+def _mxfp4(header: TensorHeader) -> _Laid | None:
     experts, d_in, d_out = header.shape
     if d_in % GROUP:
         return None
@@ -147,15 +138,16 @@ def _mxfp4(header: TensorHeader) -> tuple[Packed, list[TensorHeader]] | None:
         TensorHeader(f"{header.name}_blocks", (*grid, GROUP // 2), torch.uint8),
         TensorHeader(f"{header.name}_scales", grid, torch.uint8),
     ]
-    return Experts(header, tuple(part.name for part in stored)), stored
+    return stored, Experts
 
 
-def _compressed(form: str, kind: str, strategy: str) -> dict[str, Any]:
-    eight = {"num_bits": 8, "type": kind, "symmetric": True}
+def _compressed(
+    form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
+) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
-        "weights": {**eight, "strategy": strategy, "dynamic": False},
-        "input_activations": {**eight, "strategy": "token", "dynamic": True},
+        "weights": {**weights, "dynamic": False},
+        "input_activations": activations,
         "output_activations": None,
     }
     return {
@@ -167,9 +159,19 @@ def _compressed(form: str, kind: str, strategy: str) -> dict[str, Any]:
     }
 
 
+def _of_eight(form: str, kind: str, strategy: str) -> dict[str, Any]:
+    eight = {"num_bits": 8, "type": kind, "symmetric": True}
+    activations = {**eight, "strategy": "token", "dynamic": True}
+    return _compressed(form, {**eight, "strategy": strategy}, activations)
+
+
+_INT4 = {
+    **{"num_bits": 4, "type": "int", "symmetric": True},
+    **{"strategy": "group", "group_size": _GROUP},
+}
 _ANY = "a matrix"
 _GROUPS = f"a matrix of rows that {_GROUP} divides, and a number of rows that 8 divides"
-_FP8, _ROWS = torch.float8_e4m3fn, "_scale"
+_FP8 = torch.float8_e4m3fn
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "fp8-block": Layout(
@@ -185,44 +187,27 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         ),
         "fp8-channel": Layout(
             "FP8 with a scale for each row, of compressed-tensors",
-            _scaled(_FP8, None, _ROWS),
+            _scaled(_FP8, ROW),
             _ANY,
-            _compressed("float-quantized", "float", "channel"),
+            _of_eight("float-quantized", "float", "channel"),
         ),
         "fp8-tensor": Layout(
             "FP8 with a scale for each tensor, of compressed-tensors",
-            _scaled(_FP8, None, _ROWS, whole=True),
+            _scaled(_FP8, TENSOR),
             _ANY,
-            _compressed("float-quantized", "float", "tensor"),
+            _of_eight("float-quantized", "float", "tensor"),
         ),
         "int8-channel": Layout(
             "INT8 with a scale for each row, of compressed-tensors",
-            _scaled(torch.int8, None, _ROWS),
+            _scaled(torch.int8, ROW),
             _ANY,
-            _compressed("int-quantized", "int", "channel"),
+            _of_eight("int-quantized", "int", "channel"),
         ),
         "int4-group": Layout(
             "INT4 with a scale for 128 weights of a row, of compressed-tensors",
             _int4,
             f"a matrix of rows that {_GROUP} divides",
-            {
-                **_compressed("pack-quantized", "int", "group"),
-                "config_groups": {
-                    "group_0": {
-                        "targets": ["Linear"],
-                        "weights": {
-                            "num_bits": 4,
-                            "type": "int",
-                            "symmetric": True,
-                            "strategy": "group",
-                            "group_size": _GROUP,
-                            "dynamic": False,
-                        },
-                        "input_activations": None,
-                        "output_activations": None,
-                    }
-                },
-            },
+            _compressed("pack-quantized", _INT4, None),
         ),
         "int8": Layout(
             "bitsandbytes' LLM.int8",
@@ -245,7 +230,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         ),
         "gptq": Layout(
             "GPTQ's layout in 4 bits, groups of 128, symmetric",
-            _gptq,
+            partial(_grouped, awq=False),
             _GROUPS,
             {
                 "quant_method": "gptq",
@@ -259,7 +244,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         ),
         "awq": Layout(
             "AWQ's layout in 4 bits, groups of 128 with zero points",
-            _awq,
+            partial(_grouped, awq=True),
             _GROUPS,
             {
                 "quant_method": "awq",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Packed, Quantisation
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
-from covmerge.files.quantised.fp8 import Scaled
-from covmerge.files.quantised.integers import BIAS, BYTE, E2M1, Grouped
+from covmerge.files.quantised.gptq import Grouped
+from covmerge.files.quantised.integers import BIAS, BYTE, E2M1
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import pieces
-from covmerge.files.quantised.packed_integers import Words
+from covmerge.files.quantised.scaled import Scaled
 from covmerge.files.quantised.writing.bitsandbytes import of_eight_bit, of_four_bit
 from covmerge.files.quantised.writing.integers import of_grouped, of_words
 from covmerge.files.quantised.writing.packing import Packing, Part
@@ -67,12 +67,7 @@ def of_experts(packed: Experts, headers: Mapping[str, TensorHeader]) -> Packing:
 
 
 def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
-    """Return the packing of a tensor like that in a checkpoint.
-
-    Args:
-        model: the checkpoint's quantisation; its weights must be local.
-        header: the tensor's header, with the dtype in which it will be read.
-    """
+    """Return the packing of a tensor as a local checkpoint has it; the header has the dtype of reading."""
     packed: Any = model.packed[header.name]
     if packed.header != header:
         packed = replace(packed, header=header)
@@ -82,8 +77,11 @@ def as_stored(model: Quantisation, header: TensorHeader) -> Packing:
 
 
 def is_written(packed: Packed) -> bool:
-    """Return whether tensors can be packed like this one."""
-    return _writer(packed) is not None
+    """Return whether tensors can be packed like this one; others are only read."""
+    if isinstance(packed, Scaled):
+        plain = packed.whole is None and packed.mixed is None
+        return plain and (packed.zeros is None if packed.words else packed.bits == BYTE)
+    return isinstance(packed, EightBit | FourBit | Grouped | Experts)
 
 
 def packing_like(
@@ -92,44 +90,26 @@ def packing_like(
     settings: Mapping[str, Any],
     maps: Mapping[str, Tensor],
 ) -> Packing:
-    """Return the packing that gives a packed tensor like this one.
+    """Return the packing that gives a packed tensor like this one, for which `is_written` holds.
 
-    Args:
-        packed: the packed tensor.
-        headers: headers of its stored parts.
-        settings: the entries of config.json for the format.
-        maps: stored tensors with the values of codes.
+    `settings` are the entries of config.json for the format, and `maps` stored tensors with the values of
+    codes.
     """
-    writer = _writer(packed)
-    if writer is None:
-        raise NotImplementedError(type(packed).__name__)
-    return writer(headers, settings, maps)
-
-
-_Writer = Callable[[Mapping[str, TensorHeader], Mapping[str, Any], Mapping[str, Tensor]], Packing]
-
-
-def _writer(packed: Packed) -> _Writer | None:
-    """Return the function that packs tensors like this one; None: such tensors are only read."""
     match packed:
-        case Scaled() if packed.bits == BYTE and packed.whole is None and packed.mixed is None:
-            return lambda headers, settings, _maps: of_scaled(
-                packed, headers, powers=settings.get("scale_fmt") == "ue8m0"
-            )
-        case Words() if packed.zeros is None and packed.mixed is None:
-            return lambda headers, _settings, _maps: of_words(packed, headers)
+        case Scaled(words=True):
+            return of_words(packed, headers)
+        case Scaled():
+            return of_scaled(packed, headers, powers=settings.get("scale_fmt") == "ue8m0")
         case EightBit():
-            return lambda headers, _settings, _maps: of_eight_bit(packed, headers)
+            return of_eight_bit(packed, headers)
         case FourBit():
-            return lambda headers, _settings, maps: of_four_bit(packed, headers, maps)
+            return of_four_bit(packed, headers, maps)
         case Grouped():
-            return lambda headers, settings, _maps: of_grouped(
-                packed, headers, symmetric=_is_symmetric(settings)
-            )
+            return of_grouped(packed, headers, symmetric=_is_symmetric(settings))
         case Experts():
-            return lambda headers, _settings, _maps: of_experts(packed, headers)
+            return of_experts(packed, headers)
         case _:
-            return None
+            raise NotImplementedError(type(packed).__name__)
 
 
 def _is_symmetric(settings: Mapping[str, Any]) -> bool:

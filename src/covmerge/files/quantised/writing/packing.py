@@ -6,11 +6,10 @@ reader measures the rounding error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, lcm
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,14 +39,6 @@ class Part:
         return range(int(rows.start * self.share), stop)
 
 
-class Quantiser(Protocol):
-    """A function object that rounds weights; its `repr` distinguishes it from others."""
-
-    def __call__(self, weights: Tensor) -> tuple[Tensor, ...]:
-        """Return the parts for some float32 rows, whose first row is a multiple of `Packing.step`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Packing:
     """How one tensor is stored packed.
@@ -55,7 +46,8 @@ class Packing:
     Attributes:
         packed: the packed tensor, which reads the result.
         parts: its stored parts.
-        quantise: the function that makes the parts from weights.
+        quantise: the function that makes the parts of some float32 rows, of which the first is a multiple
+            of `step`; an object whose `repr` tells it from others.
         whole: whether it needs all rows at once, because one number depends on all rows, or because rows
             lie side by side in a stored tensor.
         group: number of rows that are stored in another order among each other.
@@ -63,7 +55,7 @@ class Packing:
 
     packed: Packed
     parts: tuple[Part, ...]
-    quantise: Quantiser
+    quantise: Callable[[Tensor], tuple[Tensor, ...]]
     whole: bool = False
     group: int = 1
 
@@ -73,35 +65,29 @@ class Packing:
         shares = [part.share.denominator for part in self.parts if part.share is not None]
         return None if self.whole else lcm(self.group, *shares)
 
-    def held(self, rows: range | None) -> list[tuple[Part, range | None] | None]:
-        """Return each part with its rows for rows of the weight; None: it is stored with the first rows."""
+    def held(self, rows: range | None) -> list[tuple[Part, range | None]]:
+        """Return the parts that are stored with some rows of the weight, each with its rows."""
         if rows is None or self.whole:
             return [(part, None) for part in self.parts]
-        return [
-            (part, part.held(rows))
-            if part.share is not None
-            else None
-            if rows.start
-            else (part, None)
-            for part in self.parts
-        ]
+        parts = (part for part in self.parts if part.share is not None or not rows.start)
+        return [(part, None if part.share is None else part.held(rows)) for part in parts]
 
     def placed(self, parts: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
         """Return those of the parts of some rows that are stored with these rows."""
-        held = self.held(rows)
-        return tuple(part for part, place in zip(parts, held, strict=True) if place is not None)
+        held = [part for part, _ in self.held(rows)]
+        pairs = zip(self.parts, parts, strict=True)
+        return tuple(tensor for part, tensor in pairs if part in held)
 
     def taken(self, stored: Sequence[Tensor], rows: range | None) -> tuple[Tensor, ...]:
         """Return what another checkpoint stores for some rows, in the planned sizes.
 
         bitsandbytes' JSON may be shorter than planned, and is padded with spaces.
         """
-        held = (place for place in self.held(rows) if place is not None)
         return tuple(
             pad(tensor, (0, part.header.numel - tensor.numel()), value=ord(" "))
             if place is None and tensor.numel() < part.header.numel
             else tensor
-            for (part, place), tensor in zip(held, stored, strict=True)
+            for (part, place), tensor in zip(self.held(rows), stored, strict=True)
         )
 
     def unpacked(self, parts: Sequence[Tensor], rows: range) -> Iterator[tuple[range, Tensor]]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.quantised.fp8 import EXPONENTS, Scaled
 from covmerge.files.quantised.integers import BIAS, scales_of
 from covmerge.files.quantised.packed import pieces
+from covmerge.files.quantised.scaled import EXPONENTS, Scaled
 from covmerge.files.quantised.writing.packing import Packing, Part
 from covmerge.maths.linalg.stored import stored_as
 
