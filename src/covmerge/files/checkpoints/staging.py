@@ -17,10 +17,11 @@ from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.manifest import unknown_files
 from covmerge.files.checkpoints.trainer import refuse_as_step
 from covmerge.files.stores.address import address_of, hub_address
-from covmerge.files.stores.destination import Destination, LocalDestination
+from covmerge.files.stores.destination import Destination
+from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.remote_destination import RemoteDestination
-from covmerge.files.stores.store import WritableFile, WritableStore, tree
+from covmerge.files.stores.store import tree
 
 
 class OutputTakenError(InputError):
@@ -52,7 +53,7 @@ class Staging:
         >>> from tempfile import mkdtemp
         >>> out = Path(mkdtemp()) / "merged"
         >>> with Staging(out) as staging:
-        ...     WritableFile(staging.store, "covmerge.json").put(b"{}")
+        ...     staging.store.put("covmerge.json", b"{}")
         ...     staging.commit()
         >>> [path.name for path in out.iterdir()]
         ['covmerge.json']
@@ -68,17 +69,17 @@ class Staging:
         self._resume = resume
 
     @property
-    def store(self) -> WritableStore:
+    def store(self) -> LocalFolder:
         """The store to which the files of the output are written until `commit`."""
         return self.out.work
 
     @property
-    def folder(self) -> Path | None:
-        """The folder of `store` if it is on this machine, else None."""
+    def folder(self) -> Path:
+        """The folder of `store`."""
         return self.store.folder
 
     @property
-    def journal(self) -> WritableFile:
+    def journal(self) -> Path:
         """The journal of the merge."""
         return self.out.journal
 
@@ -140,9 +141,8 @@ class Staging:
 
     def __exit__(self, *_: object) -> None:
         try:
-            kept = (
-                self.out.begun()
-            )  # not after `publish`, even if Ctrl-C came before the end of `commit`
+            # Not after `publish`, even if Ctrl-C came before the end of `commit`.
+            kept = self.out.begun()
         except InputError:
             kept = True  # a link lies where the files did: to be refused by whoever resumes
         if kept:
@@ -223,18 +223,18 @@ def destination_of(out: Path | Destination) -> Destination:
     if not isinstance(out, Path):
         return out
     address = None if hub_address(out) else address_of(out)
-    return LocalDestination(out.expanduser()) if address is None else RemoteDestination(address)
+    return Destination(out.expanduser()) if address is None else RemoteDestination(address)
 
 
 def find_unfinished(out: Path) -> Path | None:
     """Return the unfinished work on an output, or the unfinished work that a folder is part of, or None."""
-    return LocalDestination(out).unfinished()
+    return Destination(out).unfinished()
 
 
 def remove_remains(out: Path) -> None:
     """Remove what a merge left that was killed after publishing its output; unfinished work stays."""
-    destination = LocalDestination(out)
-    if not Path(destination.aside).exists():
+    destination = Destination(out)
+    if not destination.aside.exists():
         return
     with suppress(TakenError, InputError):  # it is another's, and does no harm
         destination.take()
@@ -265,7 +265,7 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     folder = destination.output.folder
     if folder is None:
         return
-    target, aside = folder.resolve(), Path(destination.aside)
+    target, aside = folder.resolve(), destination.aside
     for given in inputs:
         if not given.exists():
             continue

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
@@ -298,8 +299,9 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
 
 def server_at(address: Address) -> tuple[Server, str]:
     """Return the server of an address, and the server's name of the place."""
-    of_objects = address.scheme in OBJECTS
-    return ObjectServer.at(address) if of_objects else PageServer.at(address)
+    if address.scheme in OBJECTS:
+        return ObjectServer(address.scheme), address.path
+    return PageServer(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
 
 
 def ask(

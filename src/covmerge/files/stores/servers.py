@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from covmerge.base.errors import InputError
-from covmerge.files.stores.address import PAGES, Address
+from covmerge.files.stores.address import PAGES
 from covmerge.files.stores.link import MOST, ChangedError, RefusedError
 
 # The interface of a server, and the check of files for which a server has no version.
@@ -132,11 +132,6 @@ class PageServer:
         self._system = system
         self.loop = system.loop
 
-    @classmethod
-    def at(cls, address: Address) -> tuple[PageServer, str]:
-        """Return the server of an address, and the server's name of the place."""
-        return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
-
     def inside(self, folder: str, name: str) -> str:
         return f"{folder}/{quote(name)}"
 
@@ -150,10 +145,10 @@ class PageServer:
                 raise FileNotFoundError(path)  # an error page, or a listing of a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
-                return _stat_of_page(int(found[3]), answer)
+                return FileStat(int(found[3]), _version(answer))
             length = str(answer.headers.get("Content-Length", ""))
             if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
-                return _stat_of_page(int(length), answer)
+                return FileStat(int(length), _version(answer))
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
@@ -261,10 +256,6 @@ def _is_near(host: str) -> bool:
         return name.rpartition(".")[2].startswith(tuple("0123456789"))
 
 
-def _stat_of_page(size: int, answer: Any) -> FileStat:
-    return FileStat(size, _version(answer))
-
-
 def _version(answer: Any) -> str:
     """Return the server's version of a file, from its headers."""
     said = (answer.headers.get(name) for name in ("ETag", "Last-Modified"))
@@ -311,11 +302,6 @@ class ObjectServer:
         self._scheme = scheme
         self._system = _file_system(scheme, writing=writing)
         self.loop = self._system.loop
-
-    @classmethod
-    def at(cls, address: Address, *, writing: bool = False) -> tuple[ObjectServer, str]:
-        """Return the server of an address, and the server's name of the place."""
-        return cls(address.scheme, writing=writing), address.path
 
     def inside(self, folder: str, name: str) -> str:
         return f"{folder}/{name}"
@@ -390,8 +376,7 @@ def _stat_of_object(info: Mapping[str, Any]) -> FileStat:
     if not isinstance(size, int) or size < 0:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
-    version = next(said, "")
-    return FileStat(size, version)
+    return FileStat(size, next(said, ""))
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:
