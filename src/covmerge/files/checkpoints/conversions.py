@@ -41,20 +41,15 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """One conversion rule of transformers' registry.
+    """One conversion rule of transformers' registry."""
 
-    Attributes:
-        sources: regular expressions of names; `*.` matches anything.
-        targets: the replacements; of several, the first one is used, but a renaming uses the one of
-            its pattern.
-        by: operations with their axes; None: the tensor is only renamed.
-        scope: the two prefixes that names may have; None: any prefix.
-    """
-
-    sources: tuple[re.Pattern[str], ...]
+    sources: tuple[re.Pattern[str], ...]  # regular expressions of names; `*.` matches anything
+    # The replacements; of several, the first one is used, but a renaming uses the one of its
+    # pattern.
     targets: tuple[str, ...]
+    # Operations with their axes; None: the tensor is only renamed.
     by: tuple[tuple[Any, ...], ...] | None
-    scope: tuple[str, ...] | None
+    scope: tuple[str, ...] | None  # the two prefixes that names may have; None: any prefix
 
     @property
     def together(self) -> bool:
@@ -93,15 +88,10 @@ class _Group:
 
 
 class Conversion(NamedTuple):
-    """An expert's tensors in the form in which the base is stored.
+    """An expert's tensors in the form in which the base is stored."""
 
-    Attributes:
-        made: by the base's name, how its tensor is made of the expert's.
-        by: the origin of the rules, for notes.
-    """
-
-    made: dict[str, Assembly]
-    by: str
+    made: dict[str, Assembly]  # by the base's name, how its tensor is made of the expert's
+    by: str  # the origin of the rules, for notes
 
 
 def converted(

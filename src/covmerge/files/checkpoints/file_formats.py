@@ -24,19 +24,14 @@ INDEX = ".index.json"  # of a model in several files
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A file format; it has either suffixes or `find`.
+    """A file format; it has either suffixes or `find`."""
 
-    Attributes:
-        suffixes: suffixes of files with whole tensors.
-        open: function that opens such a file.
-        is_model: whether one such file is a whole model, if the folder has no other weights.
-        find: function that opens the files of a training's processes, given a folder and its names;
-            it returns None if the folder has no files of this format.
-    """
-
-    suffixes: tuple[str, ...] = ()
-    open: Callable[[StoredFile], WeightFile] | None = None
+    suffixes: tuple[str, ...] = ()  # suffixes of files with whole tensors
+    open: Callable[[StoredFile], WeightFile] | None = None  # function that opens such a file
+    # Whether one such file is a whole model, if the folder has no other weights.
     is_model: bool = False
+    # Function that opens the files of a training's processes, given a folder and its names; it
+    # returns None if the folder has no files of this format.
     find: Callable[[Store, Collection[str]], PiecedFiles | None] | None = None
 
 

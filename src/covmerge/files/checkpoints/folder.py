@@ -219,19 +219,15 @@ class FileCheckpoint(Kind):
 
 @dataclass
 class Modules:
-    """The weights that a model has in the folders of its modules.
+    """The weights that a model has in the folders of its modules."""
 
-    Attributes:
-        weights: the opened files of weights.
-        beside: indices and configs of modules.
-        inner: the folder of each of these files.
-        notes: remarks about how the files were opened.
-    """
-
+    # The opened files of weights.
     weights: dict[StoredFile, WeightFile] = field(default_factory=dict[StoredFile, WeightFile])
+    # Indices and configs of modules.
     beside: list[StoredFile] = field(default_factory=list[StoredFile])
+    # The folder of each of these files.
     inner: dict[StoredFile, str] = field(default_factory=dict[StoredFile, str])
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])  # remarks about how the files were opened
 
     def joined(
         self,

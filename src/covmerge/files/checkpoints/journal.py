@@ -159,18 +159,12 @@ Key = tuple[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One finished work item: rows `[rows[0], rows[1])` of dimension 0 of a tensor.
+    """One finished work item: rows `[rows[0], rows[1])` of dimension 0 of a tensor."""
 
-    Attributes:
-        tensor: name of the output's tensor.
-        rows: first row, and one past the last row.
-        checksum: checksum of the written bytes, from `ShardWriter.write`.
-        stats: the method's diagnostics; they are reported after a resumed merge too.
-    """
-
-    tensor: str
-    rows: tuple[int, int]
-    checksum: str
+    tensor: str  # name of the output's tensor
+    rows: tuple[int, int]  # first row, and one past the last row
+    checksum: str  # of the written bytes, from `ShardWriter.write`
+    # The method's diagnostics; they are reported after a resumed merge too.
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     @property

@@ -76,19 +76,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file of the output.
+    """One safetensors file of the output."""
 
-    Attributes:
-        file_name: a name without folders, inside the output folder.
-        header: the file's first bytes: length, JSON, and spaces up to a multiple of 8.
-        entries: slots by tensor name, in the order of their offsets.
-        size: number of bytes of the whole file.
-    """
-
-    file_name: str
+    file_name: str  # a name without folders, inside the output folder
+    # The file's first bytes: length, JSON, and spaces up to a multiple of 8.
     header: bytes = field(repr=False)
+    # Slots by tensor name, in the order of their offsets.
     entries: Mapping[str, Slot] = field(repr=False)
-    size: int
+    size: int  # in bytes
 
 
 @dataclass(frozen=True)

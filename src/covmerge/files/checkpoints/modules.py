@@ -45,19 +45,12 @@ _DEEPEST = 4
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of one module.
+    """The folder of one module."""
 
-    Attributes:
-        path: path in the model's folder, with `/` between the parts.
-        kind: name of the module's class.
-        store: the store of its files.
-        names: names of its files.
-    """
-
-    path: str
-    kind: str
+    path: str  # path in the model's folder, with `/` between the parts
+    kind: str  # the name of its class
     store: Store
-    names: frozenset[str]
+    names: frozenset[str]  # of its files
 
 
 class ModuleWeights:

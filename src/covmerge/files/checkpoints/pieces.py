@@ -24,32 +24,21 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor.
+    """A part of a tensor."""
 
-    Attributes:
-        offsets: where the part begins in the tensor.
-        sizes: the shape of the part.
-        read: function that reads some of its rows, or all rows for None.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the part begins in the tensor
+    sizes: tuple[int, ...]  # the shape of the part
+    # Function that reads some of its rows, or all rows for None.
     read: Callable[[range | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Pieced:
-    """A tensor with its pieces.
+    """A tensor with its pieces."""
 
-    Attributes:
-        header: header of the whole tensor.
-        pieces: parts of the tensor, or of the flattened tensor if `flat` is set.
-        flat: whether the tensor was flattened before it was divided.
-    """
-
-    header: TensorHeader
-    pieces: Sequence[Piece]
-    flat: bool = False
+    header: TensorHeader  # of the whole tensor
+    pieces: Sequence[Piece]  # parts of the tensor, or of the flattened tensor if `flat` is set
+    flat: bool = False  # whether the tensor was flattened before it was divided
 
 
 class PiecedFiles:

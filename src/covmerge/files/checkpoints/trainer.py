@@ -29,31 +29,21 @@ _SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's par
 
 @dataclass(frozen=True)
 class SavedStep:
-    """One checkpoint of a run.
+    """One checkpoint of a run."""
 
-    Attributes:
-        step: the optimizer's step at which it was saved.
-        folder: its folder.
-        is_adapter: whether it is an adapter, and not a full model.
-        own: names of the trainer's files in the folder, such as the optimizer's state.
-    """
-
-    step: int
+    step: int  # the optimizer's step at which it was saved
     folder: Path
-    is_adapter: bool
+    is_adapter: bool  # whether it is an adapter, and not a full model
+    # Names of the trainer's files in the folder, such as the optimizer's state.
     own: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window over the last tokens of a run.
-
-    Attributes:
-        tokens: number of tokens.
-        per_step: number of tokens in each step of the optimizer; None: read from the trainer's state.
-    """
+    """A window over the last tokens of a run."""
 
     tokens: int
+    # Number of tokens in each step of the optimizer; None: read from the trainer's state.
     per_step: int | None = None
 
 

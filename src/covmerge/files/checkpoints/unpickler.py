@@ -195,16 +195,12 @@ class _Call:
 
 @dataclass
 class Loading:
-    """The state of reading one file: its limits and the stand-ins for its classes.
+    """The state of reading one file: its limits and the stand-ins for its classes."""
 
-    Attributes:
-        where: path of the file.
-        left: bytes that may still be created; data may exist as text, then as bytes, then as numbers.
-        kinds: the stand-ins for classes and functions, by name.
-    """
-
-    where: str
+    where: str  # the path of the file
+    # Bytes that may still be created; data may exist as text, then as bytes, then as numbers.
     left: int
+    # The stand-ins for classes and functions, by name.
     kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
 
     def make(self, size: int) -> None:

@@ -24,15 +24,10 @@ _NO_SLASHES = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """A file or folder on a server; `str` gives the form that recipes have.
-
-    Attributes:
-        scheme: the scheme of the address.
-        path: bucket or host, followed by the path in it, without a slash at either end.
-    """
+    """A file or folder on a server; `str` gives the form that recipes have."""
 
     scheme: str
-    path: str
+    path: str  # bucket or host, followed by the path in it, without a slash at either end
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"

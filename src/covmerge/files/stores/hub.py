@@ -67,20 +67,13 @@ class HubStore:
     """The files of one commit, which fixes every byte; the store is read-only.
 
     A branch is resolved once (`find`), so that a push meanwhile cannot mix two commits.
-
-    Attributes:
-        source: the source as the user wrote it, for errors.
-        name: `org/name`.
-        commit: the full hash.
-        sizes: size of each file in bytes, by name.
-        prefix: the folder of the repository that the store shows, with its `/`.
     """
 
-    source: str
-    name: str
-    commit: str
-    sizes: Mapping[str, int]
-    prefix: str = ""
+    source: str  # the source as the user wrote it, for errors
+    name: str  # `org/name`
+    commit: str  # the full hash
+    sizes: Mapping[str, int]  # size of each file in bytes, by name
+    prefix: str = ""  # the folder of the repository that the store shows, with its `/`
 
     folder = None
 

@@ -24,15 +24,10 @@ from covmerge.files.stores.link import MOST, ChangedError, RefusedError
 
 @dataclass(frozen=True)
 class FileStat:
-    """A server's answer about a file.
+    """A server's answer about a file."""
 
-    Attributes:
-        size: size in bytes.
-        version: a text that changes with every change of the file; "": the server has none.
-    """
-
-    size: int
-    version: str
+    size: int  # in bytes
+    version: str  # a text that changes with every change of the file; "": the server has none
 
 
 class Server(Protocol):

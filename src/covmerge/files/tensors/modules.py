@@ -35,11 +35,7 @@ def equal_parts(names: Sequence[str], d_out: int) -> FusedParts | None:
 def known_parts(path: str, module: nn.Module, config: Any, d_out: int) -> FusedParts | None:
     """Return the parts of a module's own weight, if it is a fused projection known to covmerge.
 
-    Args:
-        path: dotted name of the weight in the model.
-        module: the module that owns it.
-        config: transformers config of the nearest enclosing model.
-        d_out: rows of the oriented weight.
+    `path` is the weight's name in the model, and `config` that of the nearest enclosing model.
     """
     parts = _split(path, module, config, d_out)
     # A config that contradicts the weight's shape tells nothing about its rows.
@@ -134,36 +130,24 @@ _CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Kind:
-    """The role of a tensor, the reason, and the orientation that goes with it.
-
-    Attributes:
-        role: the role.
-        why: the facts from which the role was concluded.
-        transposed: whether matrices are stored as `(d_in, d_out)`.
-        unsure: whether too little is known, so that the tensor is treated as `other`; users are told.
-        takes_factors: whether it is the weight of a layer for which PEFT has factors. Subclasses of such
-            layers are excluded, because they may do more.
-        stays_full: whether transformers never quantises its module, as T5's `wo`, kept in float32.
-        rebuilt: whether it is a buffer that the model's code creates again at each loading, such as a mask.
-    """
+    """The role of a tensor, the reason, and the orientation that goes with it."""
 
     role: Role
-    why: str
-    transposed: bool = False
+    why: str  # the facts from which the role was concluded
+    transposed: bool = False  # whether matrices are stored as `(d_in, d_out)`
+    # Whether too little is known, so that the tensor is treated as `other`; users are told.
     unsure: bool = False
+    # Whether it is the weight of a layer for which PEFT has factors. Subclasses of such layers are
+    # excluded, because they may do more.
     takes_factors: bool = False
+    # Whether transformers never quantises its module, as T5's `wo`, kept in float32.
     stays_full: bool = False
+    # Whether it is a buffer that the model's code creates again at each loading, such as a mask.
     rebuilt: bool = False
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:
-    """Return the role of the parameter `leaf` of a module.
-
-    Args:
-        module: the module that owns the parameter.
-        leaf: the parameter's name in the module: `weight`, `bias`, ...
-        parameter: the parameter; only its number of axes is used.
-        is_output: whether the module is the model's output embedding.
+    """Return the role of the parameter `leaf` of a module, which may be the model's output embedding.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -250,21 +234,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a stored tensor in the model.
+    """The place of a stored tensor in the model."""
 
-    Attributes:
-        parameter: dotted name of the parameter or buffer in the model. Several stored tensors have the same
-            one if the model packs them.
-        kind: role and orientation of the stored tensor.
-        parts: the split of a fused projection, if known.
-        expected: the shape according to the config; None if it is stored in other pieces.
-        divided: whether the loader makes several parameters of it; `parameter` is the first of them.
-    """
-
+    # Dotted name of the parameter or buffer in the model. Several stored tensors have the same one
+    # if the model packs them.
     parameter: str
-    kind: Kind
-    parts: FusedParts | None
+    kind: Kind  # role and orientation of the stored tensor
+    parts: FusedParts | None  # the split of a fused projection, if known
+    # The shape according to the config; None if it is stored in other pieces.
     expected: tuple[int, ...] | None
+    # Whether the loader makes several parameters of it; `parameter` is the first of them.
     divided: bool = False
 
 

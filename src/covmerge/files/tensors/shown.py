@@ -118,10 +118,7 @@ _BLOCK_ELEMENTS = 8 * 2**20
 class Untied(View):
     """A view of a checkpoint in which every tied tensor is there, and the config ties none.
 
-    Args:
-        stored: the checkpoint.
-        ties: for each tied tensor, stored or not, the stored one to which the config ties it.
-        notes: notes for the user.
+    `ties` has, for each tied tensor, stored or not, the stored one to which the config ties it.
     """
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
@@ -135,11 +132,7 @@ class Untied(View):
 
 
 def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:
-    """Return a base as a merge read it: untied, if that merge undid ties.
-
-    Args:
-        checkpoint: the base.
-        ties: the value of `untied` in covmerge.json.
+    """Return a base as a merge read it: untied, if covmerge.json says so (`untied`).
 
     Raises:
         InputError: the base lacks the tensors that were tied.
@@ -198,12 +191,8 @@ class Donor(View):
         givers = [first] if first.order is None else list(experts.values())
         self._owners = {name: giver for giver in reversed(givers) for name in giver.headers}
         names = dict.fromkeys(name for giver in givers for name in giver.headers)
-        self.headers = MappingProxyType(
-            {name: self._owners[name].headers[name] for name in self._ordered(names)}
-        )
-
-    def _ordered(self, names: Iterable[str]) -> Iterable[str]:
-        return names if self.order is None else sorted(names, key=_section)
+        ordered = names if self.order is None else sorted(names, key=_section)
+        self.headers = MappingProxyType({n: self._owners[n].headers[n] for n in ordered})
 
     def owner(self, name: str) -> Checkpoint:
         """Return the expert that stores a tensor."""

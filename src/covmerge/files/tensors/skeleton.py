@@ -14,7 +14,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from covmerge.files.tensors.modules import (
     known_parts,
     place_of,
 )
+from covmerge.files.tensors.names import find_name
 
 # Keys that say where code, kernels or weights come from, or how the stored weights are packed.
 _DROPPED_KEYS = re.compile(
@@ -60,30 +61,21 @@ class SkeletonUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The architecture's knowledge about a checkpoint's tensors.
+    """The architecture's knowledge about a checkpoint's tensors."""
 
-    Attributes:
-        architecture: the class that was built.
-        prefix: the model's base_model_prefix; None if it has none.
-        places: the place of each stored name that the architecture knows.
-        tied: groups of parameter names that share memory, the first defined one first.
-        head: name of the output layer's weight; None if the model has no output layer.
-        outside: parameters and buffers outside the backbone.
-        blocks: names of the modules that the model runs one after another, each once, as far as its lists
-            of modules show.
-        parts: paths of models inside the model, each with its class and its model_type.
-        notes: notes for the user.
-    """
-
-    architecture: str
-    prefix: str | None
-    places: Mapping[str, Place]
+    architecture: str  # the class that was built
+    prefix: str | None  # the model's base_model_prefix; None if it has none
+    places: Mapping[str, Place]  # the place of each stored name that the architecture knows
+    # Groups of parameter names that share memory, the first defined one first.
     tied: tuple[tuple[str, ...], ...]
-    head: str | None
-    outside: frozenset[str]
+    head: str | None  # name of the output layer's weight; None if the model has no output layer
+    outside: frozenset[str]  # parameters and buffers outside the backbone
+    # Names of the modules that the model runs one after another, each once, as far as its lists of
+    # modules show.
     blocks: tuple[str, ...]
+    # Paths of models inside the model, each with its class and its model_type.
     parts: Mapping[str, tuple[str, str]]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # for the user
 
     def path(self, name: str) -> str:
         """Return the path of a stored tensor in the backbone, which is the same under any head."""
@@ -103,7 +95,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
             "transformers is not installed (pip install 'covmerge[transformers]')"
         ) from None
     try:
-        with _without_advice(transformers), _without_warnings():
+        with _silent(transformers):
             return _skeleton(transformers, headers, config)
     except SkeletonUnavailable:
         raise
@@ -148,6 +140,12 @@ def _without_advice(transformers: Any) -> Generator[None]:
 def _without_warnings() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _silent(transformers: Any) -> Generator[None]:
+    with _without_advice(transformers), _without_warnings():
         yield
 
 
@@ -200,7 +198,7 @@ class _NotFarBeyond(TorchFunctionMode):
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model of a config on the meta device, and notes; `stored`: its count of stored tensors."""
     transformers: Any = importlib.import_module("transformers")
-    with _without_advice(transformers), _without_warnings():
+    with _silent(transformers):
         return _build(transformers, config, stored)
 
 
@@ -208,7 +206,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with transformers' defaults filled in; unchanged if these are unknown."""
     try:
         transformers: Any = importlib.import_module("transformers")
-        with _without_advice(transformers), _without_warnings():
+        with _silent(transformers):
             return _configured(transformers, config).to_dict()
     except Exception:  # a stranger's config may fail in any way
         return config
@@ -300,7 +298,9 @@ def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
 def _slots(model: Any) -> dict[str, Slot]:
     """Return every parameter and buffer of the model, by dotted name."""
     output: Any = model.get_output_embeddings()
-    entry = _input_embeddings(model)
+    entry: Any = None
+    with suppress(NotImplementedError):
+        entry = model.get_input_embeddings()
     slots: dict[str, Slot] = {}
     configs: dict[str, Any] = {}
     full = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -328,13 +328,6 @@ def _slots(model: Any) -> dict[str, Slot]:
             kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}", rebuilt=rebuilt)
             slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
     return slots
-
-
-def _input_embeddings(model: Any) -> Any:
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
 
 
 def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
@@ -382,14 +375,12 @@ def _parts(model: Any, of: type) -> dict[str, tuple[str, str]]:
         for path, module in model.named_modules()
         if isinstance(module, of)
     }
-    around = {
-        path: max((o for o in kinds if o != path and _in(path, o)), default="") for path in kinds
-    }
-    return {path: kind for path, kind in kinds.items() if kind[1] != kinds[around[path]][1]}
 
+    def around(path: str) -> str:
+        others = (o for o in kinds if o != path and (not o or path.startswith(f"{o}.")))
+        return max(others, default="")
 
-def _in(path: str, other: str) -> bool:
-    return not other or path.startswith(f"{other}.")
+    return {path: kind for path, kind in kinds.items() if kind[1] != kinds[around(path)][1]}
 
 
 def model_type_of(architecture: str) -> str | None:
@@ -423,21 +414,17 @@ def _elements(path: str, modules: Any) -> Iterator[str]:
 
 
 def _find_places(
-    model: Any,
-    slots: Mapping[str, Slot],
-    headers: Mapping[str, TensorHeader],
-    prefix: str | None,
+    model: Any, slots: Mapping[str, Slot], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> tuple[dict[str, Place], list[str]]:
     """Relate stored names to the model's, as transformers' loader does, or else by the prefix alone."""
     try:
         return _places_by_loader(model, slots, headers, prefix), []
     except Exception as error:
-        places: dict[str, Place] = {}
-        for name, header in headers.items():
-            candidates = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-            target = next((c for c in candidates if c in slots), None)
-            if target is not None:
-                places[name] = place_of(target, slots[target], header, None)
+        places = {
+            name: place_of(target, slots[target], header, None)
+            for name, header in headers.items()
+            if (target := find_name(name, [str(prefix)], slots)) is not None
+        }
         note = (
             f"transformers' mapping of stored names cannot be used ({in_short(error)}): "
             "stored names are compared with the model's as they are"
@@ -446,10 +433,7 @@ def _find_places(
 
 
 def _places_by_loader(
-    model: Any,
-    slots: Mapping[str, Slot],
-    headers: Mapping[str, TensorHeader],
-    prefix: str | None,
+    model: Any, slots: Mapping[str, Slot], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> dict[str, Place]:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversion: Any = importlib.import_module("transformers.conversion_mapping")
