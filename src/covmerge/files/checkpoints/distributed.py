@@ -14,13 +14,13 @@ import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import IO, Any, cast
 
-import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
@@ -117,30 +117,37 @@ class DistributedFiles(PiecedFiles):
         if chunk.file in self._whole:
             part = self._whole[chunk.file].read(entry.key, rows)
         else:
-            shape = chunk.sizes if rows is None else (len(rows), *chunk.sizes[1:])
-            part = torch.empty(shape, dtype=entry.header.dtype)
-            with open_stored(file) as opened:
-                check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
-                where = f"{file}: tensor '{entry.key}'"
-                laid = self._laid.get(chunk) or self._find(opened, entry, chunk, where)
-                _read_rows(part, opened, chunk, laid, rows, where)
+            if chunk not in self._laid:
+                self._laid[chunk] = self._find(entry, chunk, f"{file}: tensor '{entry.key}'")
+            part = self._laid[chunk].tensor(rows)
         return whole_booleans(part, f"{file}: '{entry.key}'")
 
-    def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
+    def _find(self, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
         """Return the place of a chunk's numbers in its bytes."""
-        data = cast("IO[bytes]", _Slice(opened, chunk, where))
-        laid = load_archive(data, chunk.length, where)
-        fits = isinstance(laid, Laid) and (laid.dtype, laid.shape) == (
-            entry.header.dtype,
-            chunk.sizes,
-        )
-        if not isinstance(laid, Laid) or not fits or laid.storage.start is None:
+
+        def read_at(start: int, count: int) -> bytearray:
+            data = bytearray(count)
+            with self._opened(chunk) as opened:
+                read_into(memoryview(data), opened, chunk.start + start, where)
+            return data
+
+        with self._opened(chunk) as opened:
+            data = cast("IO[bytes]", _Slice(opened, chunk, where))
+            laid = load_archive(data, chunk.length, where, read_at)
+        known = (entry.header.dtype, chunk.sizes)
+        if not isinstance(laid, Laid) or (laid.dtype, laid.shape) != known:
             raise CheckpointError(
                 f"{where} is no tensor of shape {list(chunk.sizes)} and {entry.header.dtype} there, as "
                 f"{METADATA} says: the files are of different checkpoints, fetch them again"
             )
-        self._laid[chunk] = laid
         return laid
+
+    @contextmanager
+    def _opened(self, chunk: _Chunk) -> Generator[Opened]:
+        file = self._file[chunk.file]
+        with open_stored(file) as opened:
+            check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
+            yield opened
 
     def _check(self, entry: _Entry, where: str) -> None:
         """Raise if a file does not have the bytes of one of an entry's chunks."""
@@ -190,29 +197,6 @@ class DistributedFiles(PiecedFiles):
                     f"{self._file[name]} has {size} bytes, and {METADATA} names none after the first "
                     f"{self._ends[name]}: fetch the files again"
                 )
-
-
-def _read_rows(
-    part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
-) -> None:
-    """Read a chunk, or some of its rows, directly into memory if its numbers are stored in order."""
-    first, shape, spanned = laid.span(rows)
-    straight = spanned == math.prod(shape) and _in_order(shape, laid.strides)
-    data = part if straight else torch.empty(spanned, dtype=part.dtype)
-    start = chunk.start + (laid.storage.start or 0) + first * part.element_size()
-    read_into(data.reshape(-1).view(torch.uint8).numpy().data, opened, start, where)
-    if not straight:
-        part.copy_(torch.as_strided(data, shape, laid.strides))
-
-
-def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the numbers are stored contiguously, with the last axis fastest."""
-    expected = 1
-    for length, step in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and step != expected:
-            return False
-        expected *= length
-    return True
 
 
 class _Slice(io.RawIOBase):

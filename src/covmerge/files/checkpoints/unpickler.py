@@ -34,16 +34,11 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Storage(_Fixed):
-    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them.
-
-    `start` is the position in the file of the first number, or None if the file does not have the
-    bytes unchanged.
-    """
+    """Numbers of one dtype in the file; `read(first, count)` reads some of them into fresh memory."""
 
     dtype: torch.dtype
     count: int
-    read: Callable[[int, int], bytes]
-    start: int | None = None
+    read: Callable[[int, int], bytearray]
 
 
 @dataclass(frozen=True)
@@ -60,24 +55,19 @@ class Laid(_Fixed):
         """The dtype of its numbers."""
         return self.storage.dtype
 
-    def span(self, rows: range | None = None) -> tuple[int, tuple[int, ...], int]:
-        """Return the offset of (rows of) a tensor in its storage, their shape, and the numbers spanned."""
+    def tensor(self, rows: range | None = None) -> Tensor:
+        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
         first, shape = self.offset, self.shape
         if rows is not None:
             first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
-        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
-        return first, shape, spanned
-
-    def tensor(self, rows: range | None = None) -> Tensor:
-        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
-        first, shape, spanned = self.span(rows)
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
-        data = bytearray(self.storage.read(first, spanned))
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        data = self.storage.read(first, spanned)
         # Read as bytes, stored booleans other than 0 and 1 stay as they are.
         dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
         laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
-        return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        return laid.contiguous().view(self.dtype)
 
 
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
@@ -226,11 +216,8 @@ StorageOf = Callable[[torch.dtype, str, int], Storage]
 class Unpickler(pickle.Unpickler):
     """An unpickler that knows tensors and `OrderedDict`, and keeps records of everything else.
 
-    Args:
-        data: one pickle, already checked.
-        loading: the state of reading its file.
-        storage: function that finds a storage by dtype, key and number of elements.
-        nested: function that reads a file stored as bytes inside the pickle.
+    `data` is one pickle, already checked. `storage` finds a storage by dtype, key and number of elements;
+    `nested` reads a file that is stored as bytes inside the pickle.
     """
 
     def __init__(
@@ -327,10 +314,10 @@ class Unpickler(pickle.Unpickler):
             raise CheckpointError(f"{self._where}: a tensor has no bytes or no dtype: {NEXT}")
         size, read = dtype.itemsize, storage.read
 
-        def numbers(first: int, wanted: int) -> bytes:
+        def numbers(first: int, wanted: int) -> bytearray:
             return read(first * size, wanted * size)
 
-        whole = Storage(dtype, storage.count // size, numbers, storage.start)
+        whole = Storage(dtype, storage.count // size, numbers)
         return self._laid(whole, offset, shape, strides)
 
     def _laid(
