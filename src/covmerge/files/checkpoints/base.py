@@ -152,6 +152,20 @@ class Kind(Protocol):
         del name
         return elements
 
+    def readme(self) -> Path | None:
+        """Return the path of its model card, or None; a card on the Hub is fetched.
+
+        Raises:
+            CheckpointError: the card cannot be fetched, or is a link that leads out of its folder.
+        """
+        return None
+
+    def materialize(self) -> None:
+        """Fetch all that planning did not need, so that `read` works without a network."""
+
+    def close(self) -> None:
+        """Release files and memory."""
+
     def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
         """Return the factors of rows of an update; for a stack, the factors of each matrix in `rows`.
 
@@ -198,14 +212,6 @@ class Checkpoint(Kind, Protocol):
         """Notes for a reader of the report about how the source was read."""
         ...
 
-    def readme(self) -> Path | None:
-        """Return the path of its model card, or None; a card on the Hub is fetched.
-
-        Raises:
-            CheckpointError: the card cannot be fetched, or is a link that leads out of its folder.
-        """
-        ...
-
     def companions(self) -> Path | None:
         """Return the folder with its companion files; those of a repository of the Hub are fetched.
 
@@ -223,10 +229,6 @@ class Checkpoint(Kind, Protocol):
         """
         ...
 
-    def materialize(self) -> None:
-        """Fetch all that planning did not need, so that `read` works without a network."""
-        ...
-
     def identity(self) -> dict[str, Json]:
         """Return facts that differ once the source has changed, so that a resume can be refused.
 
@@ -236,10 +238,6 @@ class Checkpoint(Kind, Protocol):
 
     def contents(self) -> Sequence[Content]:
         """Return the pieces whose hashes covmerge.json has, files or the commit; nothing is read yet."""
-        ...
-
-    def close(self) -> None:
-        """Release files and memory."""
         ...
 
 
@@ -267,13 +265,9 @@ class WeightFile(Protocol):
 
 
 def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str = "") -> None:
-    """Raise if a checkpoint is an adapter, where a whole model is needed.
+    """Raise if a checkpoint is an adapter, where a whole model is needed, and say why.
 
-    Args:
-        checkpoint: the checkpoint that was given.
-        why: the reason why whole models are needed.
-        expert: its name in the recipe, if it has one.
-        then: what else to do with the model that results from folding it.
+    `expert` is its name in the recipe. `then` says what else to do with the model that it is folded into.
     """
     if checkpoint.is_adapter:
         raise InputError(

@@ -13,6 +13,7 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.base import Pace, at_once
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.files.checkpoints.layout import Slot
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
@@ -24,7 +25,7 @@ from covmerge.files.stores.store import Store, StoredFile, file_at
 Look = Callable[[TensorHeader, range | None, Tensor], None]
 
 _BLOCK_ELEMENTS = 2**20  # small enough to stay in the cache while the block is inspected
-_CHUNK = 4 << 20
+_CHUNK = 2**20  # bytes; many files are hashed in parallel, each with a buffer of its own
 _WORTH_A_THREAD = 2**18  # bytes
 
 
@@ -81,12 +82,15 @@ def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> F
     return FileHashes(whole.hexdigest(), tensors)
 
 
-def sha256_of(file: StoredFile) -> str:
+def sha256_of(file: StoredFile, pace: Pace = at_once) -> str:
     """Return the SHA-256 of a file."""
+    digest, done = hashlib.sha256(), 0
     with _Reader(file) as reader:
-        digest = hashlib.sha256()
+        pace(done)
         for chunk in reader.rest():
             digest.update(chunk)
+            done += len(chunk)
+            pace(done)
     return digest.hexdigest()
 
 
@@ -96,11 +100,11 @@ class _Reader:
     def __init__(self, file: StoredFile) -> None:
         self.file = file
         self._position = 0
+        with reading(file):
+            self._opened = file.open()
+        self.size, *_ = self._opened.stamp
 
     def __enter__(self) -> _Reader:
-        with reading(self.file):
-            self._opened = self.file.open()
-        self.size, *_ = self._opened.stamp
         return self
 
     def __exit__(self, *error: object) -> None:

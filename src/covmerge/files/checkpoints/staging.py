@@ -18,7 +18,6 @@ from covmerge.files.checkpoints.manifest import unknown_files
 from covmerge.files.checkpoints.trainer import refuse_as_step
 from covmerge.files.stores.address import address_of, hub_address
 from covmerge.files.stores.destination import Destination
-from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.remote_destination import RemoteDestination
 from covmerge.files.stores.store import tree
@@ -42,6 +41,8 @@ class Staging:
 
     Attributes:
         out: the destination of the output.
+        store, folder: where the files of the output are written until `commit`.
+        journal: the journal of the merge.
         resuming: True if there is a journal to continue; valid inside the context.
         notes: notes for the user.
 
@@ -63,25 +64,13 @@ class Staging:
         self, out: Path | Destination, *, overwrite: bool = False, resume: bool = False
     ) -> None:
         self.out = destination_of(out)
+        self.store = self.out.work
+        self.folder = self.store.folder
+        self.journal = self.out.journal
         self.resuming = False
         self.notes: list[str] = []
         self._overwrite = overwrite
         self._resume = resume
-
-    @property
-    def store(self) -> LocalFolder:
-        """The store to which the files of the output are written until `commit`."""
-        return self.out.work
-
-    @property
-    def folder(self) -> Path:
-        """The folder of `store`."""
-        return self.store.folder
-
-    @property
-    def journal(self) -> Path:
-        """The journal of the merge."""
-        return self.out.journal
 
     def check(self) -> None:
         """Raise if the output exists and may not be replaced; nothing is created."""
@@ -250,12 +239,8 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     An input must not be in the work folder either, which is removed at the end. The output must not
     look like a checkpoint of a training run that is an input.
 
-    Files are compared by identity, not by path, so that links and mounts are resolved.
-
-    Args:
-        out: the output folder; it need not exist. Other destinations contain no local inputs.
-        inputs: files, folders and addresses; inputs that do not exist are refused later, by their
-            reader.
+    Files are compared by identity, not by path, so that links and mounts are resolved. Inputs that do
+    not exist are refused later, by their reader.
 
     Raises:
         InputError: the output and an input overlap; the message names both paths.
