@@ -220,10 +220,7 @@ class Journal:
     def create(cls, path: Path, plan_hash: str, of: Mapping[str, Json] | None = None) -> Journal:
         """Start an empty journal for a plan; an existing journal is an error.
 
-        Args:
-            path: the journal.
-            plan_hash: hash that identifies the plan.
-            of: the values behind the hash, so that a message can name what changed.
+        `of` has the values behind the plan's hash, so that a message can name what changed.
 
         Raises:
             InputError: `path` exists, or cannot be written.

@@ -108,12 +108,7 @@ def weights_in(store: Store, folder: Folder) -> StoredFile | None:
 
 
 def _check_no_weights(store: Store, folder: Folder) -> None:
-    """Raise if a module has no file of weights that is read, but has other files or must have weights.
-
-    Raises:
-        CheckpointError: it has other files, such as weights in another format, or its class has
-            weights.
-    """
+    """Raise if a module without a file that is read has weights in another format, or must have weights."""
     where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
     others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
     if others:

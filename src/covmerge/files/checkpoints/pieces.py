@@ -332,14 +332,7 @@ def interleaved(whole: Assembly, dim: int, *, back: bool) -> Assembly:
 
 
 class Assembled(View):
-    """A view of a checkpoint in which some tensors are composed of stored tensors.
-
-    Args:
-        stored: the checkpoint.
-        made: by the name in the view, how the tensor is composed. Its stored parts are not shown
-            themselves.
-        notes: notes for the user.
-    """
+    """A view in which some tensors are made of stored ones, which are not shown themselves."""
 
     def __init__(self, stored: Checkpoint, made: Mapping[str, Assembly], *notes: str) -> None:
         used = {name for assembly in made.values() for name in assembly.stored()}

@@ -51,12 +51,8 @@ def last_steps(folder: str, window: int | Window | None, beside: Path) -> list[S
     """Return a run's last checkpoints by step number, the oldest first.
 
     A window of T tokens has the checkpoints that saw more than t_n - T tokens, where t_n is that of
-    the last one. These are T / t checkpoints if there are t tokens between every two.
-
-    Args:
-        folder: folder of the run, with checkpoint-500/, checkpoint-1000/ and so on.
-        window: the number of checkpoints, or a window of tokens; None: all checkpoints.
-        beside: the folder that a relative path starts from.
+    the last one. These are T / t checkpoints if there are t tokens between every two. `window` may also be
+    the number of checkpoints, or None for all. A relative path starts from `beside`.
 
     Raises:
         CheckpointError: there are too few, one is incomplete, or their numbers of tokens are unknown.

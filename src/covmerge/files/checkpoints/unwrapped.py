@@ -29,11 +29,7 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
 
     `module.` before all names is removed, and so are wrappers of single modules. The tensors of an
     expert that the base has under an equivalent name (`respelled`), or in other pieces
-    (`conversions`), are shown as in the base.
-
-    Args:
-        checkpoint: the checkpoint. An adapter is returned unchanged.
-        base: the base, if the checkpoint is an expert.
+    (`conversions`), are shown as in the base. An adapter is returned unchanged.
 
     Example:
         >>> import torch

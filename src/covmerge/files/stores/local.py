@@ -24,9 +24,7 @@ class LocalFolder:
     Any thread may write, also over another thread's files. An impossible write raises an InputError, and a
     lack of space a ResourceError.
 
-    Args:
-        folder: the folder; it exists, unless it is an inner one.
-        inner: whether it lies in another store, and is created when something is put into it.
+    The folder exists, unless it is an inner one: that is created when something is put into it.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -68,7 +66,7 @@ class LocalFolder:
         return stamp_of((self._folder / name).stat())
 
     def open(self, name: str, *, follow: bool = True) -> OpenedFile:
-        return OpenedFile(open_raw(self._folder / name, follow=follow, only_name=not follow))
+        return OpenedFile(open_raw(self._folder / name, follow=follow))
 
     def inside(self, folder: str) -> LocalFolder:
         return LocalFolder(self._folder / folder, inner=True) if folder else self
@@ -80,11 +78,8 @@ class LocalFolder:
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
         """Create a file, or replace an existing one, as a whole or not at all.
 
-        Args:
-            name: the file's name.
-            size: the file's size in bytes, for which space is reserved.
-            start: the first bytes.
-            needed: bytes for which there must be space, those of this file included.
+        It has `size` bytes, for which space is reserved, and begins with `start`. An error names the bytes
+        that are `needed` in all.
         """
         path = self._folder / name
         unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its name
@@ -137,10 +132,7 @@ class LocalFolder:
     def remove_others(self, keep: Collection[str], inside: str = "") -> list[str]:
         """Remove everything except some regular files, and return the paths of what was removed.
 
-        Args:
-            keep: the files, as paths in the folder. Folders that become empty are removed too, without
-                being returned.
-            inside: the prefix of all paths.
+        Folders that become empty are removed too, without being returned. `inside` begins all paths.
         """
         removed: list[str] = []
         for folder in self.folders():

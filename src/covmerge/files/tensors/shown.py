@@ -13,7 +13,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content, Quantisation
-from covmerge.files.checkpoints.config_counts import TIED, language_parts, layer_count, restacked
+from covmerge.files.checkpoints.config_counts import TIED, layer_count, restacked, with_parts
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.names import kind_by_name, layer_name
 
@@ -25,8 +25,7 @@ class Stacked(View):
 
     Args:
         stored: the checkpoint.
-        order: for each layer of the stacked model, the checkpoint's layer that it is, or would be if the
-            checkpoint gave it.
+        order: for each layer of the stacked model, the checkpoint's layer that it is, or would be if given.
         given: the layers of the stacked model that the checkpoint gives.
 
     Raises:
@@ -153,11 +152,7 @@ def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> untied_config({"text_config": {"vocab_size": 8}})
         {'text_config': {'vocab_size': 8, 'tie_word_embeddings': False}, 'tie_word_embeddings': False}
     """
-    found = dict(config)
-    for key, part in language_parts(config):
-        if key:
-            found[key] = {**part, TIED: False}
-    return {**found, TIED: False}
+    return with_parts(config, lambda _, part: {**part, TIED: False})
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -177,9 +172,6 @@ class Donor(View):
 
     In a stacked model, each tensor's layout is that of the first expert that gives the tensor. A donor is
     not a source: its tensors are read from the experts.
-
-    Args:
-        experts: all experts, in the recipe's order.
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
