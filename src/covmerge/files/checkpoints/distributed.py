@@ -34,7 +34,15 @@ from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, kind_of, whole_booleans
+from covmerge.files.checkpoints.unpickler import (
+    Inert,
+    Laid,
+    Sealed,
+    attributes,
+    kind_of,
+    numbers,
+    whole_booleans,
+)
 from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 
 METADATA = ".metadata"
@@ -248,9 +256,10 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             raise CheckpointError(f"{where} has {size} bytes, and {_MAX_BYTES} are read: {_NEXT}")
         data = bytearray(size)
         read_into(memoryview(data), opened, 0, where)
-    content = _Fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
-    declared = content.mapping("state_dict_metadata")
-    paths = content.mapping("planner_data", optional=True)
+    content = _fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
+    declared = _mapping(content, "state_dict_metadata", where)
+    planned = content.get("planner_data")
+    paths = cast("Mapping[object, object]", planned) if isinstance(planned, Mapping) else {}
     tensors = {
         _text(key, where): value
         for key, value in declared.items()
@@ -261,10 +270,10 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             f"{where} has {len(tensors)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
         )
     named, left = _of_model({key: _path(paths.get(key), key) for key in tensors}, where)
-    places: dict[tuple[str, tuple[int, ...] | None], _Fields] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], Mapping[object, object]] = {}
     ends: dict[str, int] = defaultdict(int)
-    for index, info in content.mapping("storage_data").items():
-        known, place = _Fields(index, "MetadataIndex", where), _Fields(info, "_StorageInfo", where)
+    for index, info in _mapping(content, "storage_data", where).items():
+        known, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
         name = _text(place.get("relative_path"), where)
         ends[name] = max(ends[name], sum(_sizes((place.get("offset"), place.get("length")), where)))
         if (key := _text(known.get("fqn"), where)) in named:
@@ -272,7 +281,7 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             at = None if offset is None else _sizes(offset, where)
             places[key, at] = place
     found = [
-        _entry(key, name, _Fields(tensors[key], "TensorStorageMetadata", where), places)
+        _entry(key, name, _fields(tensors[key], "TensorStorageMetadata", where), places, where)
         for key, name in named.items()
     ]
     return found, left, ends
@@ -281,10 +290,11 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
 def _entry(
     key: str,
     name: str,
-    stored: _Fields,
-    places: Mapping[tuple[str, tuple[int, ...] | None], _Fields],
+    stored: Mapping[object, object],
+    places: Mapping[tuple[str, tuple[int, ...] | None], Mapping[object, object]],
+    where: str,
 ) -> _Entry:
-    where = f"{stored.where}: tensor {shorten(key)}"
+    where = f"{where}: tensor {shorten(key)}"
     check_name(name, where)
     shape = _sizes(stored.get("size"), where)
     properties = _record(stored.get("properties"), "TensorProperties", where).state
@@ -301,7 +311,7 @@ def _entry(
         raise CheckpointError(f"{where} has no chunks: {_NEXT}")
     chunks: list[_Chunk] = []
     for one in cast("list[object]", listed):
-        box = _Fields(one, "ChunkStorageMetadata", where)
+        box = _fields(one, "ChunkStorageMetadata", where)
         offsets, sizes = (_sizes(box.get(part), where) for part in ("offsets", "sizes"))
         info = places.get((key, offsets)) or places.get((key, None))
         inside = len(offsets) == len(sizes) == len(shape) and all(
@@ -357,25 +367,16 @@ def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict
     )
 
 
-class _Fields:
-    """The attributes of a record of one class."""
+def _fields(record: object, kind: str, where: str) -> Mapping[object, object]:
+    """Return the attributes of a record of one class."""
+    return attributes(_record(record, kind, where))
 
-    def __init__(self, record: object, kind: str, where: str) -> None:
-        state = _record(record, kind, where).state
-        known = cast("Mapping[object, object]", state) if isinstance(state, Mapping) else None
-        self._state: Mapping[object, object] = known or {}
-        self.where = where
 
-    def get(self, name: str) -> object:
-        return self._state.get(name)
-
-    def mapping(self, name: str, *, optional: bool = False) -> Mapping[object, object]:
-        found = self._state.get(name)
-        if isinstance(found, Mapping):
-            return cast("Mapping[object, object]", found)
-        if optional:
-            return {}
-        raise CheckpointError(f"{self.where} has no {name}: it is no metadata of DCP, {_NEXT}")
+def _mapping(content: Mapping[object, object], name: str, where: str) -> Mapping[object, object]:
+    found = content.get(name)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where} has no {name}: it is no metadata of DCP, {_NEXT}")
+    return cast("Mapping[object, object]", found)
 
 
 def _record(value: object, kind: str, where: str) -> Inert:
@@ -395,10 +396,10 @@ def _text(value: object, where: str) -> str:
 
 
 def _sizes(value: object, where: str) -> tuple[int, ...]:
-    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (None,)
-    if len(items) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in items):
-        raise CheckpointError(f"{where} has {shorten(items)} where sizes should be: fetch it again")
-    return cast("tuple[int, ...]", items)
+    found = numbers(value)
+    if found is None or len(found) > _MAX_DIMS:
+        raise CheckpointError(f"{where} has {shorten(value)} where sizes should be: fetch it again")
+    return found
 
 
 def _path(value: object, key: str) -> tuple[object, ...]:

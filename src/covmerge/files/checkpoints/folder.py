@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -41,7 +41,7 @@ from covmerge.files.checkpoints.header import current_stamp, still_readable
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_folders, weights_in
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
@@ -467,13 +467,10 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
     """
     found = Modules()
     try:
-        folders = module_folders(store, names)
+        modules = list(_module_weights(store, names))
     except OSError as error:
         raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
-    for folder in folders:
-        file = weights_in(store, folder)
-        if file is None:
-            continue
+    for folder, file in modules:
         beside = [file] if file.name.endswith(INDEX) else []
         weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())
         config = _existing(folder.store, CONFIG) if CONFIG in folder.names else None
@@ -489,13 +486,17 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
     return found
 
 
+def _module_weights(store: Store, names: Collection[str]) -> Iterator[tuple[Folder, StoredFile]]:
+    """Yield the folders of modules that have weights, each with its file of weights or index."""
+    for folder in module_folders(store, names):
+        if (file := weights_in(store, folder)) is not None:
+            yield folder, file
+
+
 def module_files(store: Store, names: Collection[str]) -> list[str]:
     """Return the paths, in a model's folder, of the files of weights of its modules."""
     paths: list[str] = []
-    for folder in module_folders(store, names):
-        file = weights_in(store, folder)
-        if file is None:
-            continue
+    for folder, file in _module_weights(store, names):
         files = [file.name]
         if file.name.endswith(INDEX):
             files += sorted(set(read_weight_map(file).values()))

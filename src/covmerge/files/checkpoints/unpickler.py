@@ -323,7 +323,7 @@ class Unpickler(pickle.Unpickler):
     def _laid(
         self, storage: object, offset: object, shape: object, strides: object, *_: object
     ) -> Laid:
-        sizes = _sizes((offset,)), _sizes(shape), _sizes(strides)
+        sizes = numbers((offset,)), numbers(shape), numbers(strides)
         if not isinstance(storage, Storage) or None in sizes:
             raise CheckpointError(f"{self._where}: a tensor has no storage or no shape: {NEXT}")
         ((first,), lengths, steps) = cast("tuple[tuple[int, ...], ...]", sizes)
@@ -348,15 +348,6 @@ def _first(value: object, *_: object) -> object:
 def _made(kind: object, *_: object) -> object:
     """Return a record of an object; pickles before protocol 2 create objects by this function."""
     return kind() if isinstance(kind, type) and issubclass(kind, Inert) else Inert(kind)
-
-
-def _sizes(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, tuple | list):
-        return None
-    items = cast("tuple[object, ...] | list[object]", value)
-    if not all(type(item) is int and item >= 0 for item in items):
-        return None
-    return cast("tuple[int, ...]", tuple(items))
 
 
 def whole_booleans(tensor: Tensor, what: str) -> Tensor:

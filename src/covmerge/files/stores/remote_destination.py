@@ -123,7 +123,7 @@ class RemoteDestination(Destination):
         with self._reached():
             claim = self._claim()
             if claim is not None:
-                if not self._has(_MANIFEST):
+                if not self.output.is_file(_MANIFEST):
                     self._remove(claim.files)
                 self._remove([_CLAIM])
         return False
@@ -197,7 +197,7 @@ class RemoteDestination(Destination):
         token = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != token:
             # The sender may have finished by now, and removed its token.
-            if self._shared and not self._has(_CLAIM):
+            if self._shared and not self.output.is_file(_CLAIM):
                 return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
@@ -240,13 +240,6 @@ class RemoteDestination(Destination):
                 f"{self} does not hold what was sent ({some(wrong)}): does something else write there? "
                 f"The work is kept: go on with {Hint('resume')}"
             )
-
-    def _has(self, name: str) -> bool:
-        try:
-            self.output.stamp(name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -224,17 +224,8 @@ _KEEP_ORIENTATION = frozenset(
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter or buffer of the model."""
-
-    kind: Kind
-    parts: FusedParts | None
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Place:
-    """The place of a stored tensor in the model."""
+    """A parameter or buffer of the model, or the place of a stored tensor in it."""
 
     # Dotted name of the parameter or buffer in the model. Several stored tensors have the same one
     # if the model packs them.
@@ -247,13 +238,13 @@ class Place:
     divided: bool = False
 
 
-def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | None) -> Place:
-    """Return the place of a stored tensor, from its slot in the model and the loader's converter."""
+def place_of(target: Place, header: TensorHeader, converter: Any | None) -> Place:
+    """Return the place of a stored tensor, from its target in the model and the loader's converter."""
     if converter is None:
-        parts = slot.parts if header.shape == slot.shape else None
-        return Place(target, _stored_kind(slot, header, ()), parts, slot.shape)
+        parts = target.parts if header.shape == target.expected else None
+        return replace(target, kind=_stored_kind(target, header, ()), parts=parts)
     operations: list[Any] = converter.operations
-    kind = _stored_kind(slot, header, operations)
+    kind = _stored_kind(target, header, operations)
     parts = None
     if [type(o).__name__ for o in operations] == ["Chunk"] and kind.role is Role.LINEAR:
         chunk = operations[0]
@@ -262,22 +253,23 @@ def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | Non
                 p.removesuffix(".weight").rpartition(".")[2] for p in converter.target_patterns
             ]
             parts = equal_parts(names, header.shape[0])
-    return Place(target, kind, parts, None, divided=len(converter.target_patterns) > 1)
+    divided = len(converter.target_patterns) > 1
+    return Place(target.parameter, kind, parts, None, divided)
 
 
-def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) -> Kind:
-    """Return the kind of a stored tensor that the loader turns into (a part of) the slot by operations."""
-    kind, axes = slot.kind, len(header.shape)
+def _stored_kind(target: Place, header: TensorHeader, operations: Sequence[Any]) -> Kind:
+    """Return the kind of a stored tensor that the loader turns into (a part of) the target."""
+    kind, axes, shape = target.kind, len(header.shape), target.expected or ()
     if not operations:
-        if axes == len(slot.shape) or kind.role is Role.BUFFER:
+        if axes == len(shape) or kind.role is Role.BUFFER:
             return kind
-        why = f"{kind.why}, but stored {list(header.shape)} instead of {list(slot.shape)}"
+        why = f"{kind.why}, but stored {list(header.shape)} instead of {list(shape)}"
         return Kind(Role.OTHER, why, unsure=True)
     transposed = kind.transposed
     for operation in operations:
         name = type(operation).__name__
-        if name == "Transpose" and _swaps_matrix_axes(operation, len(slot.shape)):
-            if not (operation.check_dims and header.shape == slot.shape):
+        if name == "Transpose" and _swaps_matrix_axes(operation, len(shape)):
+            if not (operation.check_dims and header.shape == shape):
                 transposed = not transposed
         elif name not in _KEEP_ORIENTATION:
             why = f"{kind.why}, but stored for {operation}, which covmerge does not know"
@@ -287,7 +279,7 @@ def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) ->
         role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
         return Kind(role, piece_of, transposed, stays_full=kind.stays_full)
     as_a_whole = kind.role in (Role.CONV, Role.EMBEDDING, Role.OUTPUT)
-    if as_a_whole and (axes != len(slot.shape) or transposed != kind.transposed):
+    if as_a_whole and (axes != len(shape) or transposed != kind.transposed):
         return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
     return Kind(kind.role, piece_of, kind.transposed)
 

@@ -27,7 +27,6 @@ from covmerge.files.tensors.modules import (
     MATRICES,
     Kind,
     Place,
-    Slot,
     kind_of_parameter,
     known_parts,
     place_of,
@@ -295,13 +294,13 @@ def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
             raise SkeletonUnavailable(f"config.json has '{key}': {largest}, which is absurd")
 
 
-def _slots(model: Any) -> dict[str, Slot]:
+def _slots(model: Any) -> dict[str, Place]:
     """Return every parameter and buffer of the model, by dotted name."""
     output: Any = model.get_output_embeddings()
     entry: Any = None
     with suppress(NotImplementedError):
         entry = model.get_input_embeddings()
-    slots: dict[str, Slot] = {}
+    slots: dict[str, Place] = {}
     configs: dict[str, Any] = {}
     full = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules(remove_duplicate=False):
@@ -322,11 +321,11 @@ def _slots(model: Any) -> dict[str, Slot]:
             if kind.role in MATRICES:
                 d_out = shape[-1] if kind.transposed else shape[-2]
                 parts = known_parts(f"{stem}{leaf}", module, config, d_out)
-            slots[f"{stem}{leaf}"] = Slot(kind, parts, shape)
+            slots[f"{stem}{leaf}"] = Place(f"{stem}{leaf}", kind, parts, shape)
         for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             rebuilt = leaf in module._non_persistent_buffers_set
             kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}", rebuilt=rebuilt)
-            slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
+            slots[f"{stem}{leaf}"] = Place(f"{stem}{leaf}", kind, None, tuple(buffer.shape))
     return slots
 
 
@@ -356,7 +355,7 @@ def _prefix(model: Any, base_class: Any) -> str | None:
 
 
 def _outside(
-    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any, stored: int
+    model: Any, slots: Mapping[str, Place], prefix: str | None, base_class: Any, stored: int
 ) -> frozenset[str]:
     """Return the names outside the backbone: not under the prefix, or not in the family's base class."""
     if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
@@ -414,14 +413,14 @@ def _elements(path: str, modules: Any) -> Iterator[str]:
 
 
 def _find_places(
-    model: Any, slots: Mapping[str, Slot], headers: Mapping[str, TensorHeader], prefix: str | None
+    model: Any, slots: Mapping[str, Place], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> tuple[dict[str, Place], list[str]]:
     """Relate stored names to the model's, as transformers' loader does, or else by the prefix alone."""
     try:
         return _places_by_loader(model, slots, headers, prefix), []
     except Exception as error:
         places = {
-            name: place_of(target, slots[target], header, None)
+            name: place_of(slots[target], header, None)
             for name, header in headers.items()
             if (target := find_name(name, [str(prefix)], slots)) is not None
         }
@@ -433,7 +432,7 @@ def _find_places(
 
 
 def _places_by_loader(
-    model: Any, slots: Mapping[str, Slot], headers: Mapping[str, TensorHeader], prefix: str | None
+    model: Any, slots: Mapping[str, Place], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> dict[str, Place]:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversion: Any = importlib.import_module("transformers.conversion_mapping")
@@ -449,7 +448,7 @@ def _places_by_loader(
             target, pattern = loading.rename_source_key(name, [], [], prefix, slots)
         if target in slots:
             converter = by_pattern[pattern] if pattern is not None else None
-            places[name] = place_of(target, slots[target], headers[name], converter)
+            places[name] = place_of(slots[target], headers[name], converter)
     return places
 
 
