@@ -6,10 +6,9 @@ import errno
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from covmerge.files.stores.paths import check_bare
-from covmerge.files.stores.store import Stamp
+from covmerge.files.stores.store import Opened, Stamp
 
 
 class MemoryStore:
@@ -60,18 +59,10 @@ class MemoryStore:
         return MemoryStore(inner, self.where(folder)) if folder else self
 
 
-@dataclass
-class _File:
-    data: bytes
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    @property
-    def stamp(self) -> Stamp:
-        return len(self.data), zlib.crc32(self.data), 0
+class _File(Opened):
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.stamp = len(data), zlib.crc32(data), 0
 
     def read_at(self, target: memoryview, offset: int) -> int:
         found = self.data[offset : offset + len(target)]

@@ -134,22 +134,18 @@ class Kind(Protocol):
 
     def gives(self, name: str) -> bool:
         """Return whether a tensor, if the model has it, is taken from this checkpoint."""
-        del name
         return True
 
     def keeps_ties(self, name: str) -> bool:
         """Whether what is tied to a tensor that an adapter changes stays tied to it."""
-        del name
         return False
 
     def owner(self, name: str) -> Kind:
         """Return the checkpoint that stores a tensor: an expert, if this one stands for a base."""
-        del name
         return self
 
     def held(self, name: str, elements: int) -> int:
         """Return how many elements are held in memory while `elements` elements of a tensor are read."""
-        del name
         return elements
 
     def readme(self) -> Path | None:
@@ -172,7 +168,6 @@ class Kind(Protocol):
         Raises:
             CheckpointError: there is no such update, or the source changed or ended early.
         """
-        del rows
         raise CheckpointError(f"there is no update of '{name}': a model has none, only adapters do")
 
 

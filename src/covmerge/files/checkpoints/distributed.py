@@ -258,8 +258,7 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
         read_into(memoryview(data), opened, 0, where)
     content = _fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
     declared = _mapping(content, "state_dict_metadata", where)
-    planned = content.get("planner_data")
-    paths = cast("Mapping[object, object]", planned) if isinstance(planned, Mapping) else {}
+    paths = attributes(content.get("planner_data"))
     tensors = {
         _text(key, where): value
         for key, value in declared.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from covmerge.files.checkpoints.base import Pace, at_once
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.files.checkpoints.layout import Slot
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
-from covmerge.files.stores.local import local_store
 from covmerge.files.stores.regular_file import reading
 from covmerge.files.stores.store import Store, StoredFile, file_at
 
@@ -41,15 +39,15 @@ class FileHashes:
         return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
 
 
-def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> FileHashes:
-    """Read a file of a folder once, from the first byte to the last, and return its hashes.
+def hash_file(store: Store, name: str, inspect: Look | None = None) -> FileHashes:
+    """Read a file of a store once, from the first byte to the last, and return its hashes.
 
     Raises:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
         FileNotFoundError: there is no such file.
     """
     with (
-        _Reader(file_at(local_store(folder), name)) as file,
+        _Reader(file_at(store, name)) as file,
         ThreadPool(2, "covmerge-hash") as pool,
     ):
         slots, header = _slots(file)

@@ -93,17 +93,10 @@ def _put_together(found: Tensor, pieces: Sequence[Piece], taken: range) -> None:
         top = piece.offsets[0]
         start, stop = max(taken.start, top), min(taken.stop, top + piece.sizes[0])
         if start < stop and 0 not in piece.sizes:
-            found[box_of(piece.offsets, piece.sizes, start - taken.start, stop - taken.start)] = (
-                piece.read(range(start - top, stop - top))
-            )
-
-
-def box_of(
-    offsets: Sequence[int], sizes: Sequence[int], start: int, stop: int
-) -> tuple[slice, ...]:
-    """Return the place of a piece: rows `start` to `stop`, and its full extent along other axes."""
-    beyond = zip(offsets[1:], sizes[1:], strict=True)
-    return (slice(start, stop), *(slice(first, first + count) for first, count in beyond))
+            beyond = zip(piece.offsets[1:], piece.sizes[1:], strict=True)
+            inner = (slice(first, first + count) for first, count in beyond)
+            rows = slice(start - taken.start, stop - taken.start)
+            found[(rows, *inner)] = piece.read(range(start - top, stop - top))
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:

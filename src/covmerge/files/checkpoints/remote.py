@@ -70,8 +70,9 @@ class RemoteCheckpoint(View):
 
     def readme(self) -> Path | None:
         card = StoredFile(self._store, CARD_NAME)
-        if not (self._whole and _is_there(card)):
-            return None
+        with still_readable(card):
+            if not (self._whole and self._store.is_file(CARD_NAME)):
+                return None
         if self._card is None:
             self._card = _filled(lambda folder: _fetch(card, folder))
         return Path(self._card.name) / CARD_NAME
@@ -169,11 +170,6 @@ def _fetch(file: StoredFile, to: Path) -> None:
     with open_stored(file) as opened:
         read_into(data, opened, 0, str(file))
     (to / file.name).write_bytes(data)
-
-
-def _is_there(file: StoredFile) -> bool:
-    with still_readable(file):
-        return file.store.is_file(file.name)
 
 
 def _version(file: StoredFile) -> str:

@@ -29,7 +29,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_whole,
 )
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.unpickler import Inert, Laid, LaidPart, Sealed
+from covmerge.files.checkpoints.unpickler import Laid, LaidPart, origin_of
 from covmerge.files.stores.regular_file import open_regular
 from covmerge.files.stores.store import stamp_of
 
@@ -260,20 +260,15 @@ class PickledTensors:
 def tensors_of(records: object, where: str) -> dict[str, Laid]:
     """Return the tensors of a pickled dict, by name."""
     if not isinstance(records, Mapping):
-        raise CheckpointError(f"{where} holds a {kind_of(records)}, not a dict of tensors")
+        raise CheckpointError(f"{where} holds a {origin_of(records)}, not a dict of tensors")
     found: dict[str, Laid] = {}
     for key, value in cast("Mapping[object, object]", records).items():
         name = tensor_name(key, where, f", {SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
-                f"{where}: '{name}' is a {kind_of(value)}, not a plain tensor: {SAVE_AGAIN}"
+                f"{where}: '{name}' is a {origin_of(value)}, not a plain tensor: {SAVE_AGAIN}"
             )
         found[name] = value
     if not found:
         raise CheckpointError(f"{where} holds a dict without tensors: is it the right file?")
     return found
-
-
-def kind_of(value: object) -> str:
-    """Return the name of a record's class, as in the pickle."""
-    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__

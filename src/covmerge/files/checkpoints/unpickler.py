@@ -412,8 +412,9 @@ def numbers(value: object) -> tuple[int, ...] | None:
 
 def kind_of(value: object) -> str:
     """Return the name of a class or of a value's class, without its module, which changes with releases."""
-    if isinstance(value, Sealed):
-        return value.origin.rpartition(".")[2]
-    return (
-        type(value).origin.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
-    )
+    return origin_of(value).rpartition(".")[2]
+
+
+def origin_of(value: object) -> str:
+    """Return the name of a class or of a value's class, as in the pickle."""
+    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__

@@ -10,13 +10,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, divided
 from covmerge.files.checkpoints.part import as_part
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, StoredTensor
-from covmerge.files.checkpoints.view import (
-    WRAPPERS,
-    View,
-    differences,
-    respelled,
-    without_wrappers,
-)
+from covmerge.files.checkpoints.view import WRAPPERS, View, differences, respelled, without_wrappers
 
 _PARALLEL = "module."  # prefix of DistributedDataParallel, DataParallel and AveragedModel
 _PEFT = "base_model.model."  # PeftModel's prefix; the model may have no adapter any more

@@ -77,7 +77,7 @@ class ShardWriter:
         if slot.header.dtype.is_complex and not tensor.is_complex():
             tensor = torch.view_as_complex(tensor)
         _refuse_unplanned(tensor, slot, rows)
-        data = _bytes_of(tensor)
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data  # without a copy
         with self._missed():
             self._store.write(file_name, data, offset)
         # A checksum finds writes that a crash tore, not manipulation; a hash would take much longer.
@@ -188,8 +188,3 @@ def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
             f"'{header.name}' is not plain contiguous memory of the CPU (device {tensor.device}, "
             f"strides {tensor.stride()}): call .cpu().contiguous().resolve_conj() on it"
         )
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory as bytes, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

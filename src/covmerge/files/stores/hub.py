@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from covmerge.base.errors import CheckpointError
 from covmerge.files.stores.hub_cache import is_commit
-from covmerge.files.stores.store import Stamp
+from covmerge.files.stores.store import Opened, Stamp
 
 TIMEOUT = 30.0  # seconds without a byte
 
@@ -213,19 +213,14 @@ class HubStore:
         return bytes(found[:count])
 
 
-class _Ranges:
-    """A file that is read by requests; see `Opened`. Small reads read ahead, large ones do not."""
+class _Ranges(Opened):
+    """A file that is read by requests. Small reads read ahead, large ones do not."""
 
     def __init__(self, store: HubStore, name: str, stamp: Stamp) -> None:
         self._store = store
         self._name = name
         self._start, self._held = 0, b""
         self.stamp = stamp
-
-    def __enter__(self) -> _Ranges:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
         wanted = min(len(target), max(0, self.stamp[0] - offset))

@@ -270,5 +270,4 @@ class Link:
 @cache
 def link_to(server: str) -> Link:
     """Return this process's one link to a server, which is given by scheme and host or bucket."""
-    del server
     return Link()

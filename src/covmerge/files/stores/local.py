@@ -12,7 +12,7 @@ from typing import TypeVar
 from covmerge.files.stores.disk import disk_errors, fsync_path
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import is_own, open_raw, opened, read_at, reserve, write_at
-from covmerge.files.stores.store import Stamp, Store, StoredFile, stamp_of
+from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, stamp_of
 
 AnyStore = TypeVar("AnyStore", bound=Store)
 
@@ -161,21 +161,15 @@ class LocalFolder:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
-class OpenedFile:
-    """An open file; see `Opened`."""
+class OpenedFile(Opened):
+    """An open file of this machine."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-
-    def __enter__(self) -> OpenedFile:
-        return self
+        self.stamp = stamp_of(os.fstat(file.fileno()))
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-    @property
-    def stamp(self) -> Stamp:
-        return stamp_of(os.fstat(self._file.fileno()))
 
     def read_at(self, target: memoryview, offset: int) -> int:
         return read_at(self._file, target, offset)

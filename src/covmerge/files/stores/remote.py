@@ -27,7 +27,7 @@ from covmerge.files.stores.link import all_of, link_to, persist
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.servers import CheckedFile, FileStat, ObjectServer, PageServer, Server
-from covmerge.files.stores.store import Stamp
+from covmerge.files.stores.store import Opened, Stamp
 
 Found = TypeVar("Found")
 
@@ -123,8 +123,8 @@ class RemoteStore:
         return stat
 
 
-class RemoteFile:
-    """A file that is read by requests; see `Opened`."""
+class RemoteFile(Opened):
+    """A file that is read by requests."""
 
     def __init__(
         self, server: Server, path: str, stat: FileStat, windows: _Windows, sums: CheckedFile | None
@@ -136,11 +136,6 @@ class RemoteFile:
         self._sums = sums
         self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(stat)
-
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
         count = min(len(target), max(0, self._stat.size - offset))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+
+from typing_extensions import Self
 
 from covmerge.base.errors import CheckpointError
 
@@ -14,28 +17,27 @@ from covmerge.base.errors import CheckpointError
 Stamp = tuple[int, int, int]
 
 
-class Opened(Protocol):
+class Opened(ABC):
     """A file that is open for reading; it stays the same file whatever happens to its name.
 
-    It is a context manager, which closes it.
+    It is a context manager, which closes it. Its stamp is the one from when it was opened.
     """
 
-    def __enter__(self) -> Opened: ...
+    stamp: Stamp
 
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def stamp(self) -> Stamp:
-        """Numbers that distinguish the file from a changed one."""
-        ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
+    @abstractmethod
     def read_at(self, target: memoryview, offset: int) -> int:
         """Read straight into memory, and return the number of bytes; 0 at the end of the file.
 
         Raises:
             OSError: the disk or the server fails.
         """
-        ...
 
 
 class Store(Protocol):

@@ -19,11 +19,7 @@ from covmerge.files.tensors.names import (
     parts_by_name,
 )
 from covmerge.files.tensors.remembered import remembered_skeleton
-from covmerge.files.tensors.skeleton import (
-    Skeleton,
-    SkeletonUnavailable,
-    architecture_of,
-)
+from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of
 from covmerge.files.tensors.views import FusedParts, MatrixLayout
 
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
