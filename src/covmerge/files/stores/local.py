@@ -66,7 +66,7 @@ class LocalFolder:
         return stamp_of((self._folder / name).stat())
 
     def open(self, name: str, *, follow: bool = True) -> OpenedFile:
-        return OpenedFile(open_raw(self._folder / name, follow=follow))
+        return OpenedFile(open_raw(self._folder / name, follow=follow, only_name=not follow))
 
     def inside(self, folder: str) -> LocalFolder:
         return LocalFolder(self._folder / folder, inner=True) if folder else self

@@ -102,8 +102,10 @@ def open_regular(path: Path) -> BufferedReader:
     return BufferedReader(open_raw(path))
 
 
-def open_raw(path: Path, *, follow: bool = True) -> FileIO:
-    """Open a regular file for reading bytes; `follow` says whether `path` may be a link, symbolic or hard.
+def open_raw(path: Path, *, follow: bool = True, only_name: bool = False) -> FileIO:
+    """Open a regular file for reading bytes; `follow` says whether `path` may be a link.
+
+    `only_name` says that the file must not have another name either (`check_own`).
 
     Opening a pipe would wait, and a device may have no end. The kind of a path may change between a check
     and its use, so it is checked on the open file.
@@ -124,7 +126,7 @@ def open_raw(path: Path, *, follow: bool = True) -> FileIO:
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
         file = FileIO(fd)
-        if not follow:
+        if only_name:
             try:
                 check_own(fd, path)
             except OSError:
