@@ -30,11 +30,9 @@ def opens(request: pytest.FixtureRequest) -> Callable[[Path], Checkpoint]:
     return request.param
 
 
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A store with nothing in it."""
-    if request.param == "memory":
-        return MemoryStore(name=str(tmp_path))
+@pytest.fixture
+def store(tmp_path: Path) -> LocalFolder:
+    """A folder with nothing in it."""
     (tmp_path / "store").mkdir()
     return LocalFolder(tmp_path / "store")
 

@@ -1,4 +1,4 @@
-"""What every destination does alike: an output appears at once, made by one at a time, and goes on."""
+"""An output appears at once, is made by one at a time, and goes on."""
 
 import threading
 from collections.abc import Callable
@@ -9,27 +9,23 @@ import pytest
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.journal import Entry, Journal
 from covmerge.files.checkpoints.staging import Staging
-from covmerge.files.stores.destination import Destination, LocalDestination
+from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.lock import TakenError
-from covmerge.files.stores.store import StoredFile, WritableFile, tree
+from covmerge.files.stores.store import StoredFile, tree
 from tests.checkpoints.test_writer_staging import manifest
-from tests.memory_store import MemoryDestination, MemoryStore
 
 # Makes a destination again, as another process would.
 Makes = Callable[[], Destination]
 
 
-@pytest.fixture(params=["local", "memory"])
-def makes(request: pytest.FixtureRequest, tmp_path: Path) -> Makes:
-    store = MemoryStore(name=str(tmp_path))
-    if request.param == "memory":
-        return lambda: MemoryDestination(store, "merged")
-    return lambda: LocalDestination(tmp_path / "merged")
+@pytest.fixture
+def makes(tmp_path: Path) -> Makes:
+    return lambda: Destination(tmp_path / "merged")
 
 
 def put(destination: Destination, text: str) -> None:
-    WritableFile(destination.work.inside("heads"), "a").put(text.encode())
-    WritableFile(destination.work, "covmerge.json").put(manifest("heads/a").encode())
+    destination.work.inside("heads").put("a", text.encode())
+    destination.work.put("covmerge.json", manifest("heads/a").encode())
 
 
 def make(destination: Destination, text: str, **options: bool) -> list[str]:
@@ -84,7 +80,7 @@ def test_an_output_is_replaced_on_demand_only(makes: Makes) -> None:
 
 def test_what_covmerge_did_not_write_is_not_deleted(makes: Makes) -> None:
     with Staging(makes()) as staging:
-        WritableFile(staging.store, "thesis.tex").put(b"precious")
+        staging.store.put("thesis.tex", b"precious")
         staging.commit()
     with pytest.raises(InputError, match=r"not known for an output of covmerge"):
         make(makes(), "x", overwrite=True)
@@ -122,8 +118,9 @@ def test_what_appears_while_the_merge_runs_is_not_deleted(makes: Makes) -> None:
     ):
         Journal.create(staging.journal, "plan")
         put(makes(), "merged")
-        (folder := makes().output.folder) and folder.mkdir()
-        WritableFile(makes().output, "thesis.tex").put(b"precious")
+        folder = makes().output.folder
+        folder.mkdir()
+        (folder / "thesis.tex").write_bytes(b"precious")
         staging.commit()
     assert found(makes()) == {"thesis.tex": "precious"} and not nothing_aside(makes())
 

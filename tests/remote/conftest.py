@@ -109,3 +109,12 @@ def any_bucket(request: pytest.FixtureRequest) -> Bucket:
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
     """A base with companion files, and two experts; tests only read them."""
     return save_models(tmp_path_factory.mktemp("remote") / "models")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The files of an output, by their names in a bucket whose output is `merged`."""
+    return {
+        f"merged/{path.relative_to(folder).as_posix()}": path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

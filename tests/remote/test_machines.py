@@ -11,12 +11,11 @@ import covmerge
 from covmerge.errors import InputError
 from covmerge.files.stores.store import StoredFile
 from tests.cli.runs import words
-from tests.e2e.test_memory_output import files
 from tests.e2e.test_resume import save_plain
 from tests.engine.test_ranks import _READING, _WAIT, command, has_claimed
 from tests.forked import Forked
 from tests.held import COMMAND_LINE, wait_until
-from tests.remote.conftest import Bucket
+from tests.remote.conftest import Bucket, files
 from tests.remote.test_outputs import destination, sent
 
 SHARDS = "--shard-size=60KB"

@@ -10,15 +10,20 @@ from covmerge.base.code import user_cache
 from covmerge.errors import InputError
 from covmerge.files.stores import servers
 from covmerge.files.stores.address import Address
+from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.link import link_to
 from covmerge.files.stores.remote_destination import RemoteDestination
+from covmerge.front.job import Job
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine.options import RunOptions
+from covmerge.run.result import MergeResult
+from covmerge.run.sources import open_recipe
 from covmerge.run.verification import verify
 from tests.advised import advice
 from tests.cli.runs import covmerge as run
 from tests.cli.runs import words
-from tests.e2e.test_memory_output import files, merge_into
 from tests.interrupted import InterruptAfter
-from tests.remote.conftest import Bucket
+from tests.remote.conftest import Bucket, files
 from tests.remote.servers import KEYS, cut, status
 
 CLAIM = "merged/.covmerge-upload.json"
@@ -27,6 +32,17 @@ SHARDS = {"output": {"shard_size": "150KB"}}
 
 def destination(bucket: Bucket) -> RemoteDestination:
     return RemoteDestination(Address(bucket.scheme, f"{bucket.name}/merged"))
+
+
+def merge_into(
+    out: Destination, base, experts, method="average", output=(), **options
+) -> MergeResult:
+    """Merge files, with options of a run."""
+    named = {name: str(path) for name, path in experts.items()}
+    given = {"base": str(base), "experts": named, "method": method, "output": dict(output)}
+    recipe = parse_recipe(given)
+    with open_recipe(recipe) as checkpoints:
+        return Job(recipe, out, RunOptions(**options)).run(checkpoints)
 
 
 def sent(bucket: Bucket) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ from transformers.core_model_loading import (
 )
 
 from covmerge.base.types import Role, TensorHeader
-from covmerge.files.tensors.modules import Kind, Place, Slot, place_of
+from covmerge.files.tensors.modules import Kind, Place, place_of
 from covmerge.files.tensors.views import FusedParts
 
 QKV = ["attn.q.weight", "attn.k.weight", "attn.v.weight"]
@@ -32,11 +32,9 @@ def place(
     targets: list[str] | None = None,
     transposed: bool = False,
 ) -> Place:
-    slot = Slot(Kind(role, "module class Foo", transposed), None, shape)
+    target = Place("parameter", Kind(role, "module class Foo", transposed), None, shape)
     header = TensorHeader("stored", stored, torch.float32)
-    return place_of(
-        "parameter", slot, header, WeightConverter("stored", targets or "p", operations)
-    )
+    return place_of(target, header, WeightConverter("stored", targets or "p", operations))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import CheckFailed, InputError
 from covmerge.files.checkpoints.hashes import hash_file
+from covmerge.files.stores.local import LocalFolder
 from covmerge.front.publish import prepare
 
 
@@ -269,7 +270,9 @@ def test_hashes_are_those_of_the_file_read_in_blocks(tmp_path):
     save_file(tensors, tmp_path / "m.safetensors")
     seen = {name: [] for name in tensors}
     found = hash_file(
-        tmp_path, "m.safetensors", lambda header, rows, block: seen[header.name].append(block)
+        LocalFolder(tmp_path),
+        "m.safetensors",
+        lambda header, _, block: seen[header.name].append(block),
     )
     content = (tmp_path / "m.safetensors").read_bytes()
     assert found.sha256 == hashlib.sha256(content).hexdigest()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.errors import InputError
 from covmerge.files.checkpoints.hashes import hash_file
+from covmerge.files.stores.local import LocalFolder
 from covmerge.run.recompute import recompute
 from tests.advised import advice
 from tests.cli.runs import covmerge as cli
@@ -36,7 +37,9 @@ def forge(folder, name, edit):
     tensors[name] = edit(tensors[name])
     save_file(tensors, path, metadata={"format": "pt"})
     manifest = json.loads((folder / "covmerge.json").read_text())
-    manifest["files"]["model.safetensors"] = hash_file(folder, "model.safetensors").as_json()
+    manifest["files"]["model.safetensors"] = hash_file(
+        LocalFolder(folder), "model.safetensors"
+    ).as_json()
     (folder / "covmerge.json").write_text(json.dumps(manifest))
 
 

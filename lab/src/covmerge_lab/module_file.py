@@ -15,8 +15,7 @@ from torch import Tensor
 from covmerge import open_checkpoint
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.torch_file import kind_of
-from covmerge.files.checkpoints.unpickler import Inert, Laid, whole_booleans
+from covmerge.files.checkpoints.unpickler import Inert, Laid, origin_of, whole_booleans
 
 _MAX_DEPTH = 100  # of modules in modules
 _MAX_TENSORS = 300_000
@@ -96,13 +95,13 @@ def _nbytes(laid: Laid) -> int:
 def _tensors(records: object, where: str) -> dict[str, Laid]:
     found: dict[str, Laid] = {}
     if "_modules" not in _state(records):
-        raise CheckpointError(f"{where} holds a {kind_of(records)}, not a module")
+        raise CheckpointError(f"{where} holds a {origin_of(records)}, not a module")
     for name, value in _named(records, where):
         if name in found:
             raise CheckpointError(f"{where} has two tensors '{name}': {_SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
-                f"{where}: '{name}' is a {kind_of(value)}, not a plain tensor: {_SAVE_AGAIN}"
+                f"{where}: '{name}' is a {origin_of(value)}, not a plain tensor: {_SAVE_AGAIN}"
             )
         found[name] = value
     if not found:
@@ -118,7 +117,7 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
         state = _state(module)
         if "_modules" not in state:
             raise CheckpointError(
-                f"{where}: '{prefix[:-1]}' is a {kind_of(module)}, which is stored as no module is: "
+                f"{where}: '{prefix[:-1]}' is a {origin_of(module)}, which is stored as no module is: "
                 f"{_SAVE_AGAIN}"
             )
         parameters, buffers, modules = (
@@ -144,7 +143,7 @@ def _named(root: object, where: str) -> Iterator[tuple[str, object]]:
 def _items(content: object, where: str) -> Mapping[str, object]:
     if not isinstance(content, Mapping):
         raise CheckpointError(
-            f"{where} has a {kind_of(content)} for a dict of tensors: {_SAVE_AGAIN}"
+            f"{where} has a {origin_of(content)} for a dict of tensors: {_SAVE_AGAIN}"
         )
     named = cast("Mapping[object, object]", content)
     stray = next((name for name in named if not isinstance(name, str)), None)

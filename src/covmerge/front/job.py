@@ -166,8 +166,7 @@ class Job:
                 ).check()
         (plan,), checkpoints = checkpoints.plans([self.recipe])
         # A merge in memory holds its whole output in addition to the workspace.
-        in_memory = self.out is None or self.out.work.folder is None
-        memory = self.options.memory([plan], held=plan.write_bytes if in_memory else 0)
+        memory = self.options.memory([plan], held=plan.write_bytes if self.out is None else 0)
         work = Work([plan], checkpoints, memory, self.options)
         if self.out is None:
             if self.options.rank is not None:
@@ -237,11 +236,11 @@ class Job:
         *,
         must_resume: bool = False,
     ) -> MergeResult:
-        options, folder = self.options, out.work.folder
-        if folder is not None and not (options.resume or options.overwrite):
+        options = self.options
+        if not (options.resume or options.overwrite):
             # This check comes before any download. The space that an earlier output takes may
             # become free for this merge; the writer reserves its space in any case.
-            room_for([work.plan], folder).check()
+            room_for([work.plan], out.work.folder).check()
         with ExitStack() as stack:
             staging = stack.enter_context(
                 Staging(out, overwrite=options.overwrite, resume=options.resume)

@@ -96,13 +96,7 @@ class RankJob:
             patience = min(patience, _SHOWN_AFTER)
 
     def _gathering(self) -> Gathering:
-        folder = self.out.journal.store.folder
-        if folder is None:
-            raise InputError(
-                f"ranks share a merge by files beside the output, and {self.out} is no folder: leave out "
-                f"{Hint('executor', 'ranks')}"
-            )
-        return Gathering(folder / _FOLDER, self.rank, self.work.options.patience)
+        return Gathering(self.out.aside / _FOLDER, self.rank, self.work.options.patience)
 
     def _help(self, session: Session, threads: int) -> int:
         """Do work until the session is over; return how many items were done here."""

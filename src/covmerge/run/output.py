@@ -21,7 +21,8 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_store
 from covmerge.files.quantised.gguf import check_rope
 from covmerge.files.quantised.view import dequantised, is_quantised
-from covmerge.files.stores.store import Store, WritableStore, remove_others
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.store import Store
 from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
@@ -110,7 +111,7 @@ def _longest(ratios: Mapping[str, float]) -> str:
 class OutputFiles:
     """The output files of one merged model or adapter, written while the engine runs."""
 
-    def __init__(self, store: WritableStore, plan: Plan, checkpoints: OpenCheckpoints) -> None:
+    def __init__(self, store: LocalFolder, plan: Plan, checkpoints: OpenCheckpoints) -> None:
         """Reserve disk space for all files of weights, and copy the base's companion files.
 
         Of an earlier run's files, only the files of weights are kept; all others are removed.
@@ -126,7 +127,7 @@ class OutputFiles:
         self._parents = checkpoints.parents  # read now, as the Hub may be out of reach at the end
         self._layouts = plan_parts(plan)
         self._files = files_of(self._layouts)
-        self._removed = remove_others(store, self._files)
+        self._removed = store.remove_others(self._files)
         linked = [name for name in self._removed if name in self._files]
         self._linked = (f"merged anew, as a link lay there: {some(linked)}",) if linked else ()
         self.output = open_output(store, self._layouts)
@@ -169,7 +170,7 @@ class OutputFiles:
         plan, base, store = self._plan, self._checkpoints.base, self._store
         self.output.flush()
         # A file added meanwhile may be a link; writing through it would change a file elsewhere.
-        self._removed += remove_others(store, self._files)
+        self._removed += store.remove_others(self._files)
         stats, account = merge_stats(plan, done.items)
         beside = self._write_config() if self._is_adapter else self._write_beside(stats)
         warnings = (*fit.warnings, *account.warnings)
@@ -284,7 +285,7 @@ def manifest(
 
 
 def seal(
-    store: WritableStore,
+    store: LocalFolder,
     record: Mapping[str, Json],
     files: Sequence[str],
     *,
@@ -312,7 +313,7 @@ def seal(
     Raises:
         CheckFailed: the output failed its verification.
     """
-    removed = [*removed, *remove_others(store, files)]
+    removed = [*removed, *store.remove_others(files)]
     checks, found = examine(store, record, sorted(files), base=base, read=read)
     lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
     if lost:

@@ -601,7 +601,7 @@ def holds_adapter(names: Collection[str]) -> bool:
 
 def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
     def of_hub(local: FileCheckpoint) -> Checkpoint:
-        return HubCheckpoint(store, local, local=local)
+        return HubCheckpoint(store, local)
 
     return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
 

@@ -26,20 +26,15 @@ Pace = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Content:
-    """A piece of a checkpoint that has a hash of its own.
+    """A piece of a checkpoint that has a hash of its own."""
 
-    Attributes:
-        name: name of the file, or of what else is hashed.
-        size: number of bytes that are read to hash it; 0: almost none.
-        hash: reads the piece and returns its hash with the kind, such as `sha256:1f2e...`; raises
-            CheckpointError if a file has changed since it was opened.
-        early: whether it is hashed first: files beside the weights are small, and may change later
-            without harm.
-    """
-
-    name: str
-    size: int
+    name: str  # of the file, or of what else is hashed
+    size: int  # number of bytes that are read to hash it; 0: almost none
+    # Reads the piece and returns its hash with the kind, such as `sha256:1f2e...`; raises
+    # CheckpointError if a file has changed since it was opened.
     hash: Callable[[Pace], str]
+    # Whether it is hashed first: files beside the weights are small, and may change later without
+    # harm.
     early: bool = False
 
 
@@ -58,30 +53,21 @@ _DISPATCH = "__torch_dispatch__"
 
 @dataclass(frozen=True)
 class FactorHeader:
-    """The description of one low-rank update, without its values.
+    """The description of one low-rank update, without its values."""
 
-    Attributes:
-        name: name of the base's tensor.
-        shape: shape of the base's tensor as it is stored, all axes after the first as one:
-            `(c_out, c_in · window)` for a convolution, `(d_out, 1)` for a bias, and
-            `(count, d_out · d_in)` for a stack of matrices.
-        rank: number of terms; for a stack, of each matrix.
-        dtype: the dtype of the stored factors.
-        elements: number of elements of the factors that are held while the update, or rows of it,
-            are read.
-        transposed: whether the layer is stored as `(d_in, d_out)`, like embeddings and GPT-2's layers.
-        table: whether the layer is an embedding.
-        stacked: whether it is a stack of matrices, or one matrix of a stack with two shared stored
-            factors.
-    """
-
-    name: str
+    name: str  # of the base's tensor
+    # Shape of the base's tensor as it is stored, all axes after the first as one: `(c_out, c_in ·
+    # window)` for a convolution, `(d_out, 1)` for a bias, and `(count, d_out · d_in)` for a stack
+    # of matrices.
     shape: tuple[int, int]
-    rank: int
-    dtype: torch.dtype
+    rank: int  # number of terms; for a stack, of each matrix
+    dtype: torch.dtype  # of the stored factors
+    # Number of elements of the factors that are held while the update, or rows of it, are read.
     elements: int
+    # Whether the layer is stored as `(d_in, d_out)`, like embeddings and GPT-2's layers.
     transposed: bool = False
-    table: bool = False
+    table: bool = False  # whether the layer is an embedding
+    # Whether it is a stack of matrices, or one matrix of a stack with two shared stored factors.
     stacked: bool = False
 
 
@@ -109,80 +95,72 @@ class Packed(Protocol):
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The quantised form of a checkpoint that a view shows as plain tensors.
-
-    Attributes:
-        stored: the checkpoint as stored.
-        packed: the tensors that are stored packed, by their plain names.
-        settings: the settings that name the format: `quantization_config`, or those of a GGUF file.
-        unused: stored tensors without meaning for plain weights, such as scales of activations.
-        derived: whether the plain tensors have other names or rows than the stored ones.
-    """
+    """The quantised form of a checkpoint that a view shows as plain tensors."""
 
     stored: Checkpoint
-    packed: Mapping[str, Packed]
+    packed: Mapping[str, Packed]  # the tensors that are stored packed, by their plain names
+    # The settings that name the format: `quantization_config`, or those of a GGUF file.
     settings: Mapping[str, Any]
+    # Stored tensors without meaning for plain weights, such as scales of activations.
     unused: frozenset[str]
-    derived: bool = False
+    derived: bool = False  # whether the plain tensors have other names or rows than the stored ones
 
 
 class Kind(Protocol):
-    """The properties that tell the kind of a checkpoint; the defaults are those of a plain model.
+    """The properties that tell the kind of a checkpoint; the defaults are those of a plain model."""
 
-    Attributes:
-        is_adapter: whether it has updates of a base and is no model.
-        low_rank: low-rank updates, by the base's names.
-        replaced: names of the base's tensors that an adapter replaces.
-        form: the library whose names an adapter's file has.
-        quantisation: the stored form, if that is quantised.
-        untied: names of tensors that the config ties, with the stored tensors they are tied to, if
-            the model is read untied.
-        shared: names of tensors in memory that are the same as another one, with the name of that one.
-        order: for each layer, the layer of the stored model, if it is read as a stack of slices.
-        is_source: whether it is a source of its own, and not only a stand-in for a base.
-        under: for an adapter in memory, some weights of the model that has it, by their names there.
-        decides: whether its weights affect the result.
-        is_held: whether its tensors are in the memory of this process.
-        is_far: whether it is read from another machine.
-        divided: whether the processes of a training saved it, each a part of the tensors.
-        weight_names: names of its files of weights, in its folder.
-    """
-
-    is_adapter: bool = False
+    is_adapter: bool = False  # whether it has updates of a base and is no model
+    # Low-rank updates, by the base's names.
     low_rank: Mapping[str, FactorHeader] = MappingProxyType({})
-    replaced: Collection[str] = ()
-    form: LoraForm = PEFT_FORM
-    quantisation: Quantisation | None = None
+    replaced: Collection[str] = ()  # names of the base's tensors that an adapter replaces
+    form: LoraForm = PEFT_FORM  # the library whose names an adapter's file has
+    quantisation: Quantisation | None = None  # the stored form, if that is quantised
+    # Names of tensors that the config ties, with the stored tensors they are tied to, if the model
+    # is read untied.
     untied: Mapping[str, str] | None = None
+    # Names of tensors in memory that are the same as another one, with the name of that one.
     shared: Mapping[str, str] = MappingProxyType({})
+    # For each layer, the layer of the stored model, if it is read as a stack of slices.
     order: tuple[int, ...] | None = None
-    is_source: bool = True
+    is_source: bool = True  # whether it is a source of its own, and not only a stand-in for a base
+    # For an adapter in memory, some weights of the model that has it, by their names there.
     under: Mapping[str, Tensor] = MappingProxyType({})
-    decides: bool = True
-    is_held: bool = False
-    is_far: bool = False
+    decides: bool = True  # whether its weights affect the result
+    is_held: bool = False  # whether its tensors are in the memory of this process
+    is_far: bool = False  # whether it is read from another machine
+    # Whether the processes of a training saved it, each a part of the tensors.
     divided: bool = False
-    weight_names: Sequence[str] = ()
+    weight_names: Sequence[str] = ()  # names of its files of weights, in its folder
 
     def gives(self, name: str) -> bool:
         """Return whether a tensor, if the model has it, is taken from this checkpoint."""
-        del name
         return True
 
     def keeps_ties(self, name: str) -> bool:
         """Whether what is tied to a tensor that an adapter changes stays tied to it."""
-        del name
         return False
 
     def owner(self, name: str) -> Kind:
         """Return the checkpoint that stores a tensor: an expert, if this one stands for a base."""
-        del name
         return self
 
     def held(self, name: str, elements: int) -> int:
         """Return how many elements are held in memory while `elements` elements of a tensor are read."""
-        del name
         return elements
+
+    def readme(self) -> Path | None:
+        """Return the path of its model card, or None; a card on the Hub is fetched.
+
+        Raises:
+            CheckpointError: the card cannot be fetched, or is a link that leads out of its folder.
+        """
+        return None
+
+    def materialize(self) -> None:
+        """Fetch all that planning did not need, so that `read` works without a network."""
+
+    def close(self) -> None:
+        """Release files and memory."""
 
     def read_update(self, name: str, rows: range | None = None) -> LowRank | tuple[LowRank, ...]:
         """Return the factors of rows of an update; for a stack, the factors of each matrix in `rows`.
@@ -190,7 +168,6 @@ class Kind(Protocol):
         Raises:
             CheckpointError: there is no such update, or the source changed or ended early.
         """
-        del rows
         raise CheckpointError(f"there is no update of '{name}': a model has none, only adapters do")
 
 
@@ -230,14 +207,6 @@ class Checkpoint(Kind, Protocol):
         """Notes for a reader of the report about how the source was read."""
         ...
 
-    def readme(self) -> Path | None:
-        """Return the path of its model card, or None; a card on the Hub is fetched.
-
-        Raises:
-            CheckpointError: the card cannot be fetched, or is a link that leads out of its folder.
-        """
-        ...
-
     def companions(self) -> Path | None:
         """Return the folder with its companion files; those of a repository of the Hub are fetched.
 
@@ -255,10 +224,6 @@ class Checkpoint(Kind, Protocol):
         """
         ...
 
-    def materialize(self) -> None:
-        """Fetch all that planning did not need, so that `read` works without a network."""
-        ...
-
     def identity(self) -> dict[str, Json]:
         """Return facts that differ once the source has changed, so that a resume can be refused.
 
@@ -268,10 +233,6 @@ class Checkpoint(Kind, Protocol):
 
     def contents(self) -> Sequence[Content]:
         """Return the pieces whose hashes covmerge.json has, files or the commit; nothing is read yet."""
-        ...
-
-    def close(self) -> None:
-        """Release files and memory."""
         ...
 
 
@@ -299,13 +260,9 @@ class WeightFile(Protocol):
 
 
 def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str = "") -> None:
-    """Raise if a checkpoint is an adapter, where a whole model is needed.
+    """Raise if a checkpoint is an adapter, where a whole model is needed, and say why.
 
-    Args:
-        checkpoint: the checkpoint that was given.
-        why: the reason why whole models are needed.
-        expert: its name in the recipe, if it has one.
-        then: what else to do with the model that results from folding it.
+    `expert` is its name in the recipe. `then` says what else to do with the model that it is folded into.
     """
     if checkpoint.is_adapter:
         raise InputError(

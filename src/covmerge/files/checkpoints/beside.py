@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted, some
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.names import looks_like_adapter
-from covmerge.files.checkpoints.base import WeightFile
+from covmerge.files.checkpoints.file_formats import open_weights
 from covmerge.files.stores.store import Store, StoredFile
 
 # Files that training leaves and no model needs, and adapters, which are opened elsewhere.
@@ -31,11 +31,7 @@ def is_of_training(name: str) -> bool:
 
 
 def notes_on_others(
-    store: Store,
-    chosen: str,
-    others: Collection[str],
-    headers: Mapping[str, TensorHeader],
-    opened: Callable[[StoredFile], WeightFile],
+    store: Store, chosen: str, others: Collection[str], headers: Mapping[str, TensorHeader]
 ) -> Iterator[str]:
     """Yield a note on the files of weights that are not read beside the chosen ones.
 
@@ -45,19 +41,14 @@ def notes_on_others(
     """
     for name in sorted(others):
         if store.folder is not None and not is_of_training(name):
-            _check_no_part(store, name, headers, opened)
+            _check_no_part(store, name, headers)
     if others:
         yield f"{store}: {chosen} was read, and not {some(sorted(others), 12)}"
 
 
-def _check_no_part(
-    store: Store,
-    name: str,
-    headers: Mapping[str, TensorHeader],
-    opened: Callable[[StoredFile], WeightFile],
-) -> None:
+def _check_no_part(store: Store, name: str, headers: Mapping[str, TensorHeader]) -> None:
     try:
-        read = opened(StoredFile(store, name))
+        read = open_weights(StoredFile(store, name))
     except CheckpointError:
         return  # no tensors that covmerge reads
     names = set(read.headers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 TIED = "tie_word_embeddings"
@@ -27,19 +27,16 @@ def layer_count(config: Mapping[str, Any] | None) -> int | None:
 def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
     """Return the config of a model whose layers are layers of this model, in another order or number.
 
-    Lists with an entry for each layer, such as `layer_types`, are rearranged too.
-
-    Args:
-        config: config of the model that has the layers.
-        order: for each layer of the new model, the number of the old layer.
+    Lists with an entry for each layer, such as `layer_types`, are rearranged too. `order` has the number of
+    the old layer for each layer of the new model.
 
     Example:
         >>> restacked({"n_layer": 2, "layer_types": ["full", "sliding"]}, [0, 1, 1])
         {'n_layer': 3, 'layer_types': ['full', 'sliding', 'sliding']}
     """
     count = layer_count(config)
-    found = dict(config)
-    for key, part in list(language_parts(config)):
+
+    def change(_: str, part: Mapping[str, Any]) -> dict[str, Any]:
         new = dict(part)
         for name, value in part.items():
             if name in _COUNTS and value == count:
@@ -48,11 +45,9 @@ def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]
                 listed = cast("list[Any]", value)
                 if len(listed) == count:
                     new[name] = [listed[index] for index in order]
-        if key:
-            found[key] = new
-        else:
-            found |= new
-    return found
+        return new
+
+    return with_parts(config, change)
 
 
 def language_parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -61,6 +56,14 @@ def language_parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str
     for key in _NESTED:
         if isinstance(config.get(key), Mapping):
             yield key, config[key]
+
+
+def with_parts(
+    config: Mapping[str, Any], change: Callable[[str, Mapping[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a config with each of its `language_parts` changed, given with its key."""
+    found = change("", config)
+    return found | {key: change(key, part) for key, part in language_parts(config) if key}
 
 
 _SIZE = "vocab_size"
@@ -83,13 +86,10 @@ def vocabulary_size(config: Mapping[str, Any] | None) -> int | None:
 def with_vocabulary(
     config: Mapping[str, Any], size: int, special: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a config changed to another vocabulary.
+    """Return a config, or a generation_config.json, changed to another vocabulary of `size` rows.
 
-    Args:
-        config: a model's config, or its generation_config.json, which has no size.
-        size: rows of the token embedding.
-        special: config of the model whose tokens these are; the numbers of special tokens come from
-            it, and those that it does not have are removed. None: they stay.
+    `special` is the config of the model whose tokens these are. The numbers of special tokens come from it,
+    and those that it does not have are removed. None: they stay.
 
     Example:
         >>> with_vocabulary({"vocab_size": 8, "eos_token_id": 2}, 10, {"eos_token_id": [3, 9]})
@@ -97,8 +97,8 @@ def with_vocabulary(
     """
     old = vocabulary_size(config)
     others = None if special is None else dict(language_parts(special))
-    found = dict(config)
-    for key, part in list(language_parts(config)):
+
+    def change(key: str, part: Mapping[str, Any]) -> dict[str, Any]:
         new = dict(part)
         if new.get(_SIZE) == old and old is not None:
             new[_SIZE] = size
@@ -106,8 +106,6 @@ def with_vocabulary(
             other = others.get(key, others[""])
             new = {name: value for name, value in new.items() if not name.endswith(_SPECIAL)}
             new |= {name: value for name, value in other.items() if name.endswith(_SPECIAL)}
-        if key:
-            found[key] = new
-        else:
-            found = new
-    return found
+        return new
+
+    return with_parts(config, change)

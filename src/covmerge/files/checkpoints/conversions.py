@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from covmerge.files.checkpoints.authors_layouts import rules_for
 from covmerge.files.checkpoints.pieces import (
@@ -41,20 +41,15 @@ class _Unlike(Exception):
 
 @dataclass(frozen=True)
 class Rule:
-    """One conversion rule of transformers' registry.
+    """One conversion rule of transformers' registry."""
 
-    Attributes:
-        sources: regular expressions of names; `*.` matches anything.
-        targets: the replacements; of several, the first one is used, but a renaming uses the one of
-            its pattern.
-        by: operations with their axes; None: the tensor is only renamed.
-        scope: the two prefixes that names may have; None: any prefix.
-    """
-
-    sources: tuple[re.Pattern[str], ...]
+    sources: tuple[re.Pattern[str], ...]  # regular expressions of names; `*.` matches anything
+    # The replacements; of several, the first one is used, but a renaming uses the one of its
+    # pattern.
     targets: tuple[str, ...]
+    # Operations with their axes; None: the tensor is only renamed.
     by: tuple[tuple[Any, ...], ...] | None
-    scope: tuple[str, ...] | None
+    scope: tuple[str, ...] | None  # the two prefixes that names may have; None: any prefix
 
     @property
     def together(self) -> bool:
@@ -92,29 +87,20 @@ class _Group:
         return [name for index in sorted(self.names) for name in self.names[index]]
 
 
-class Conversion(NamedTuple):
-    """An expert's tensors in the form in which the base is stored.
-
-    Attributes:
-        made: by the base's name, how its tensor is made of the expert's.
-        by: the origin of the rules, for notes.
-    """
-
-    made: dict[str, Assembly]
-    by: str
-
-
 def converted(
     expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
-) -> Conversion:
-    """Return how the expert's tensors make up the base's tensors that the expert has not by name."""
+) -> tuple[dict[str, Assembly], str]:
+    """Return how the expert's tensors make up the base's tensors that the expert has not by name.
+
+    The tensors have the base's names. The text is the origin of the rules, for notes.
+    """
     if base.keys() <= expert.keys():
-        return Conversion({}, "")
+        return {}, ""
     made = _of_weight_norms(expert, base)
     by, common = _of_transformers(config)
     of_expert, of_base = (_rules(rules_for(names)) for names in (expert, base))
     if not (common or of_expert or of_base):
-        return Conversion(made, by)
+        return made, by
     if of_expert or of_base:
         by = "as diffusers reads such files"
     ours = _grouped(base, (*common, *of_base))
@@ -134,7 +120,7 @@ def converted(
             pieces = _alike(group, theirs.get(to), base, expert)
             pieces = pieces or _pieces(to, group, base, known, inner)
             made.update({name: pieces[name] for name in missing if name in pieces})
-    return Conversion(made, by)
+    return made, by
 
 
 def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:
@@ -293,11 +279,10 @@ def _forward(
         for index in sorted(group.names)
     ]
     states = [slots]
-    rule = group.rule
-    if rule is not None:
-        if not rule.by or len(slots) != len(rule.sources):
+    if group.rule is not None:
+        if not group.rule.by or len(slots) != len(group.rule.sources):
             raise _Unlike
-        for operation in rule.by:
+        for operation in group.rule.by:
             slots = _done(operation, slots, count, sizes)
             states.append(slots)
     if len(slots) != count or any(len(slot) != 1 for slot in slots):
@@ -335,15 +320,11 @@ def _operation(given: Sequence[Any]) -> tuple[str, int, int]:
 
 def _parts(kind: str, size: int, dim: int, count: int, sizes: Sequence[Shape | None]) -> list[int]:
     """Return the sizes of the parts that a tensor is cut into."""
-    if kind == "Chunk":
-        return [size // count] * count if size % count == 0 else _refuse()
+    if kind == "Chunk" and size % count == 0:
+        return [size // count] * count
     if kind != "Split" or any(shape is None or dim >= len(shape) for shape in sizes):
-        return _refuse()
+        raise _Unlike
     return [shape[dim] for shape in sizes if shape is not None]
-
-
-def _refuse() -> list[int]:
-    raise _Unlike
 
 
 def _undone(operation: Sequence[Any], before: Slots, after: Slots) -> Slots:

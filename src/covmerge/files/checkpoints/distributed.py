@@ -14,13 +14,13 @@ import io
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import IO, Any, cast
 
-import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
@@ -34,7 +34,15 @@ from covmerge.files.checkpoints.layout import MAX_TENSORS, SAFETENSORS_NAMES
 from covmerge.files.checkpoints.pickle_bounds import ZIP_MAGIC
 from covmerge.files.checkpoints.pickled import load_archive, load_metadata
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
-from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, kind_of, whole_booleans
+from covmerge.files.checkpoints.unpickler import (
+    Inert,
+    Laid,
+    Sealed,
+    attributes,
+    kind_of,
+    numbers,
+    whole_booleans,
+)
 from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, child
 
 METADATA = ".metadata"
@@ -117,30 +125,37 @@ class DistributedFiles(PiecedFiles):
         if chunk.file in self._whole:
             part = self._whole[chunk.file].read(entry.key, rows)
         else:
-            shape = chunk.sizes if rows is None else (len(rows), *chunk.sizes[1:])
-            part = torch.empty(shape, dtype=entry.header.dtype)
-            with open_stored(file) as opened:
-                check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
-                where = f"{file}: tensor '{entry.key}'"
-                laid = self._laid.get(chunk) or self._find(opened, entry, chunk, where)
-                _read_rows(part, opened, chunk, laid, rows, where)
+            if chunk not in self._laid:
+                self._laid[chunk] = self._find(entry, chunk, f"{file}: tensor '{entry.key}'")
+            part = self._laid[chunk].tensor(rows)
         return whole_booleans(part, f"{file}: '{entry.key}'")
 
-    def _find(self, opened: Opened, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
+    def _find(self, entry: _Entry, chunk: _Chunk, where: str) -> Laid:
         """Return the place of a chunk's numbers in its bytes."""
-        data = cast("IO[bytes]", _Slice(opened, chunk, where))
-        laid = load_archive(data, chunk.length, where)
-        fits = isinstance(laid, Laid) and (laid.dtype, laid.shape) == (
-            entry.header.dtype,
-            chunk.sizes,
-        )
-        if not isinstance(laid, Laid) or not fits or laid.storage.start is None:
+
+        def read_at(start: int, count: int) -> bytearray:
+            data = bytearray(count)
+            with self._opened(chunk) as opened:
+                read_into(memoryview(data), opened, chunk.start + start, where)
+            return data
+
+        with self._opened(chunk) as opened:
+            data = cast("IO[bytes]", _Slice(opened, chunk, where))
+            laid = load_archive(data, chunk.length, where, read_at)
+        known = (entry.header.dtype, chunk.sizes)
+        if not isinstance(laid, Laid) or (laid.dtype, laid.shape) != known:
             raise CheckpointError(
                 f"{where} is no tensor of shape {list(chunk.sizes)} and {entry.header.dtype} there, as "
                 f"{METADATA} says: the files are of different checkpoints, fetch them again"
             )
-        self._laid[chunk] = laid
         return laid
+
+    @contextmanager
+    def _opened(self, chunk: _Chunk) -> Generator[Opened]:
+        file = self._file[chunk.file]
+        with open_stored(file) as opened:
+            check_unchanged(file, self._stamps[chunk.file][0], opened.stamp)
+            yield opened
 
     def _check(self, entry: _Entry, where: str) -> None:
         """Raise if a file does not have the bytes of one of an entry's chunks."""
@@ -192,29 +207,6 @@ class DistributedFiles(PiecedFiles):
                 )
 
 
-def _read_rows(
-    part: Tensor, opened: Opened, chunk: _Chunk, laid: Laid, rows: range | None, where: str
-) -> None:
-    """Read a chunk, or some of its rows, directly into memory if its numbers are stored in order."""
-    first, shape, spanned = laid.span(rows)
-    straight = spanned == math.prod(shape) and _in_order(shape, laid.strides)
-    data = part if straight else torch.empty(spanned, dtype=part.dtype)
-    start = chunk.start + (laid.storage.start or 0) + first * part.element_size()
-    read_into(data.reshape(-1).view(torch.uint8).numpy().data, opened, start, where)
-    if not straight:
-        part.copy_(torch.as_strided(data, shape, laid.strides))
-
-
-def _in_order(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Return whether the numbers are stored contiguously, with the last axis fastest."""
-    expected = 1
-    for length, step in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and step != expected:
-            return False
-        expected *= length
-    return True
-
-
 class _Slice(io.RawIOBase):
     """The bytes of a chunk as a file for `zipfile`, which reads only a few bytes at its end."""
 
@@ -264,9 +256,9 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             raise CheckpointError(f"{where} has {size} bytes, and {_MAX_BYTES} are read: {_NEXT}")
         data = bytearray(size)
         read_into(memoryview(data), opened, 0, where)
-    content = _Fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
-    declared = content.mapping("state_dict_metadata")
-    paths = content.mapping("planner_data", optional=True)
+    content = _fields(load_metadata(bytes(data), where, _MAX_STEPS), "Metadata", where)
+    declared = _mapping(content, "state_dict_metadata", where)
+    paths = attributes(content.get("planner_data"))
     tensors = {
         _text(key, where): value
         for key, value in declared.items()
@@ -277,10 +269,10 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             f"{where} has {len(tensors)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
         )
     named, left = _of_model({key: _path(paths.get(key), key) for key in tensors}, where)
-    places: dict[tuple[str, tuple[int, ...] | None], _Fields] = {}
+    places: dict[tuple[str, tuple[int, ...] | None], Mapping[object, object]] = {}
     ends: dict[str, int] = defaultdict(int)
-    for index, info in content.mapping("storage_data").items():
-        known, place = _Fields(index, "MetadataIndex", where), _Fields(info, "_StorageInfo", where)
+    for index, info in _mapping(content, "storage_data", where).items():
+        known, place = _fields(index, "MetadataIndex", where), _fields(info, "_StorageInfo", where)
         name = _text(place.get("relative_path"), where)
         ends[name] = max(ends[name], sum(_sizes((place.get("offset"), place.get("length")), where)))
         if (key := _text(known.get("fqn"), where)) in named:
@@ -288,7 +280,7 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
             at = None if offset is None else _sizes(offset, where)
             places[key, at] = place
     found = [
-        _entry(key, name, _Fields(tensors[key], "TensorStorageMetadata", where), places)
+        _entry(key, name, _fields(tensors[key], "TensorStorageMetadata", where), places, where)
         for key, name in named.items()
     ]
     return found, left, ends
@@ -297,10 +289,11 @@ def _entries(metadata: StoredFile) -> tuple[list[_Entry], str, Mapping[str, int]
 def _entry(
     key: str,
     name: str,
-    stored: _Fields,
-    places: Mapping[tuple[str, tuple[int, ...] | None], _Fields],
+    stored: Mapping[object, object],
+    places: Mapping[tuple[str, tuple[int, ...] | None], Mapping[object, object]],
+    where: str,
 ) -> _Entry:
-    where = f"{stored.where}: tensor {shorten(key)}"
+    where = f"{where}: tensor {shorten(key)}"
     check_name(name, where)
     shape = _sizes(stored.get("size"), where)
     properties = _record(stored.get("properties"), "TensorProperties", where).state
@@ -317,7 +310,7 @@ def _entry(
         raise CheckpointError(f"{where} has no chunks: {_NEXT}")
     chunks: list[_Chunk] = []
     for one in cast("list[object]", listed):
-        box = _Fields(one, "ChunkStorageMetadata", where)
+        box = _fields(one, "ChunkStorageMetadata", where)
         offsets, sizes = (_sizes(box.get(part), where) for part in ("offsets", "sizes"))
         info = places.get((key, offsets)) or places.get((key, None))
         inside = len(offsets) == len(sizes) == len(shape) and all(
@@ -373,25 +366,16 @@ def _of_model(paths: Mapping[str, tuple[object, ...]], where: str) -> tuple[dict
     )
 
 
-class _Fields:
-    """The attributes of a record of one class."""
+def _fields(record: object, kind: str, where: str) -> Mapping[object, object]:
+    """Return the attributes of a record of one class."""
+    return attributes(_record(record, kind, where))
 
-    def __init__(self, record: object, kind: str, where: str) -> None:
-        state = _record(record, kind, where).state
-        known = cast("Mapping[object, object]", state) if isinstance(state, Mapping) else None
-        self._state: Mapping[object, object] = known or {}
-        self.where = where
 
-    def get(self, name: str) -> object:
-        return self._state.get(name)
-
-    def mapping(self, name: str, *, optional: bool = False) -> Mapping[object, object]:
-        found = self._state.get(name)
-        if isinstance(found, Mapping):
-            return cast("Mapping[object, object]", found)
-        if optional:
-            return {}
-        raise CheckpointError(f"{self.where} has no {name}: it is no metadata of DCP, {_NEXT}")
+def _mapping(content: Mapping[object, object], name: str, where: str) -> Mapping[object, object]:
+    found = content.get(name)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{where} has no {name}: it is no metadata of DCP, {_NEXT}")
+    return cast("Mapping[object, object]", found)
 
 
 def _record(value: object, kind: str, where: str) -> Inert:
@@ -411,10 +395,10 @@ def _text(value: object, where: str) -> str:
 
 
 def _sizes(value: object, where: str) -> tuple[int, ...]:
-    items = cast("tuple[object, ...]", value) if isinstance(value, tuple) else (None,)
-    if len(items) > _MAX_DIMS or not all(type(n) is int and 0 <= n < 2**63 for n in items):
-        raise CheckpointError(f"{where} has {shorten(items)} where sizes should be: fetch it again")
-    return cast("tuple[int, ...]", items)
+    found = numbers(value)
+    if found is None or len(found) > _MAX_DIMS:
+        raise CheckpointError(f"{where} has {shorten(value)} where sizes should be: fetch it again")
+    return found
 
 
 def _path(value: object, key: str) -> tuple[object, ...]:

@@ -24,20 +24,11 @@ INDEX = ".index.json"  # of a model in several files
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A file format; it has either suffixes or `find`.
+    """A format of files with whole tensors."""
 
-    Attributes:
-        suffixes: suffixes of files with whole tensors.
-        open: function that opens such a file.
-        is_model: whether one such file is a whole model, if the folder has no other weights.
-        find: function that opens the files of a training's processes, given a folder and its names;
-            it returns None if the folder has no files of this format.
-    """
-
-    suffixes: tuple[str, ...] = ()
-    open: Callable[[StoredFile], WeightFile] | None = None
-    is_model: bool = False
-    find: Callable[[Store, Collection[str]], PiecedFiles | None] | None = None
+    suffixes: tuple[str, ...]
+    open: Callable[[StoredFile], WeightFile]
+    is_model: bool = False  # whether one such file is a whole model, if it is alone in its folder
 
 
 def _open_torch(file: StoredFile) -> WeightFile:
@@ -50,15 +41,13 @@ def _open_torch(file: StoredFile) -> WeightFile:
             raise CheckpointError(f"{refusal}. As a pickle: {error}") from error
 
 
-FILE_FORMATS = (  # of the formats with `find`, the first that matches is used
+FILE_FORMATS = (
     FileFormat((SAFETENSORS,), SafetensorsFile),
     FileFormat(TORCH, _open_torch),
     FileFormat((GGUF,), GgufFile, is_model=True),
-    FileFormat(find=open_slices),
-    FileFormat(find=open_distributed),
-    FileFormat(find=open_ranks),
-    FileFormat(find=open_zero),
 )
+# Functions that open the files of a training's processes in a folder; None: it has none of that format.
+_DIVIDED = (open_slices, open_distributed, open_ranks, open_zero)
 WEIGHT_SUFFIXES = tuple(suffix for kind in FILE_FORMATS for suffix in kind.suffixes)
 MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind.suffixes)
 
@@ -66,7 +55,7 @@ MODEL_SUFFIXES = tuple(s for kind in FILE_FORMATS if kind.is_model for s in kind
 def open_weights(file: StoredFile) -> WeightFile:
     """Open a file of weights by its suffix."""
     for kind in FILE_FORMATS:
-        if kind.open is not None and file.suffix in kind.suffixes:
+        if file.suffix in kind.suffixes:
             return kind.open(file)
     hint = "its folder" if file.name.endswith(INDEX) else "a folder or one of these"
     raise CheckpointError(
@@ -77,5 +66,5 @@ def open_weights(file: StoredFile) -> WeightFile:
 
 def open_divided(store: Store, names: Collection[str]) -> PiecedFiles | None:
     """Open the files that the processes of a training left in a folder, or return None."""
-    found = (kind.find(store, names) for kind in FILE_FORMATS if kind.find is not None)
+    found = (open_in(store, names) for open_in in _DIVIDED)
     return next((files for files in found if files is not None), None)

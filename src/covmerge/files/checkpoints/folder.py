@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -37,11 +36,12 @@ from covmerge.files.checkpoints.file_formats import (
     open_divided,
     open_weights,
 )
+from covmerge.files.checkpoints.hashes import sha256_of
 from covmerge.files.checkpoints.header import current_stamp, still_readable
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.modules import ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_folders, weights_in
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
@@ -82,7 +82,6 @@ PREFERRED = (  # the order in which transformers looks for files
 )
 _AT_ONCE = 8
 _some = partial(some, limit=5, quoted=True)
-_CHUNK = 2**20  # bytes hashed at once; all sources are hashed in parallel, each with its own buffer
 
 
 class FileCheckpoint(Kind):
@@ -92,8 +91,8 @@ class FileCheckpoint(Kind):
         source: the source as the user wrote it.
         weights: the opened files of weights; if several have a tensor, the last file's is read.
         store: the store of a whole model; None for a single file.
-        beside: other files that describe the checkpoint: index and config.
-        notes: remarks about how it was opened.
+        beside: index and config.
+        notes: how it was opened.
         inner: for each file in a subfolder, the path of that folder in the store.
 
     Raises:
@@ -169,9 +168,6 @@ class FileCheckpoint(Kind):
         find_header(self.headers, name, rows, self.source)
         return self._file_of[name].read(name, rows)
 
-    def materialize(self) -> None:
-        """Do nothing: all files are here already."""
-
     def identity(self) -> dict[str, Json]:
         """Return sizes and times of the files, from when they were opened."""
         names = ("size", "mtime_ns", "ctime_ns")
@@ -195,18 +191,10 @@ class FileCheckpoint(Kind):
 
     def _hash(self, file: StoredFile, pace: Pace) -> str:
         """Return the SHA-256 of a file."""
-        digest, done = hashlib.sha256(), 0
-        buffer = memoryview(bytearray(max(1, min(_CHUNK, self._stamps[file][0]))))
-        with still_readable(file), file.open() as opened:
-            while True:
-                pace(done)
-                count = opened.read_at(buffer, done)
-                if not count:
-                    break
-                digest.update(buffer[:count])
-                done += count
+        with still_readable(file):
+            found = sha256_of(file, pace)
         check_unchanged(file, self._stamps[file], current_stamp(file))
-        return f"sha256:{digest.hexdigest()}"
+        return f"sha256:{found}"
 
     def close(self) -> None:
         for read in self._weights.values():
@@ -219,19 +207,15 @@ class FileCheckpoint(Kind):
 
 @dataclass
 class Modules:
-    """The weights that a model has in the folders of its modules.
+    """The weights that a model has in the folders of its modules."""
 
-    Attributes:
-        weights: the opened files of weights.
-        beside: indices and configs of modules.
-        inner: the folder of each of these files.
-        notes: remarks about how the files were opened.
-    """
-
+    # The opened files of weights.
     weights: dict[StoredFile, WeightFile] = field(default_factory=dict[StoredFile, WeightFile])
+    # Indices and configs of modules.
     beside: list[StoredFile] = field(default_factory=list[StoredFile])
+    # The folder of each of these files.
     inner: dict[StoredFile, str] = field(default_factory=dict[StoredFile, str])
-    notes: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])  # remarks about how the files were opened
 
     def joined(
         self,
@@ -300,7 +284,8 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     if PIPELINE in names:
         raise CheckpointError(
             f"{where} is a pipeline of diffusers, of several models ({some(sorted(folders), 10)}): merge "
-            f"what was trained, each model by itself, such as {where}/{_trained(folders)}"
+            f"what was trained, each model by itself, such as {where}/"
+            f"{'transformer' if 'transformer' in folders else 'unet'}"
         )
     steps = sorted(int(found[1]) for f in folders if (found := STEP.fullmatch(f)))
     if steps:
@@ -322,11 +307,6 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
         "folder that does, or a file"
     )
-
-
-def _trained(folders: Collection[str]) -> str:
-    """Return the part of a pipeline that is usually trained."""
-    return next((name for name in ("transformer", "unet") if name in folders), "unet")
 
 
 def _refuse_slices(present: Sequence[str], where: str) -> None:
@@ -416,12 +396,8 @@ def check_weight_map(
     """Check that an index and its shards list the same tensors; return notes.
 
     A file may have an older copy of a tensor that the index places in a file whose name sorts
-    later. transformers reads files in this order and uses the last copy.
-
-    Args:
-        where: the index, for errors.
-        weight_map: file name by tensor name.
-        held: for each file in the index, the names of its tensors.
+    later. transformers reads files in this order and uses the last copy. `held` has the names of the
+    tensors in each file.
 
     Raises:
         CheckpointError: a tensor is not in its shard, or a shard has one that is not in the index.
@@ -471,15 +447,15 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
     alone = len(models) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
     choice = weighty[0] if alone else choose_weights(names, where, store.folders())
     notes: tuple[str, ...] = ()
-    if not choice.endswith(INDEX):
-        weights = _open_whole(_existing(store, choice))
+    chosen = _existing(store, choice)
+    if choice.endswith(INDEX):
+        beside.append(chosen)
+        weights, notes = _open_shards(chosen, names)
     else:
-        index = _existing(store, choice)
-        beside.append(index)
-        weights, notes = _open_shards(index, names)
+        weights = _open_whole(chosen)
     found = modules.joined(source, store, weights, beside, notes)
     others = _others(names, {choice, *found.weight_names})
-    found.notes += tuple(notes_on_others(store, choice, others, found.headers, open_weights))
+    found.notes += tuple(notes_on_others(store, choice, others, found.headers))
     return found
 
 
@@ -491,13 +467,10 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
     """
     found = Modules()
     try:
-        folders = module_folders(store, names)
+        modules = list(_module_weights(store, names))
     except OSError as error:
         raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
-    for folder in folders:
-        file = weights_in(store, folder)
-        if file is None:
-            continue
+    for folder, file in modules:
         beside = [file] if file.name.endswith(INDEX) else []
         weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())
         config = _existing(folder.store, CONFIG) if CONFIG in folder.names else None
@@ -513,13 +486,17 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
     return found
 
 
+def _module_weights(store: Store, names: Collection[str]) -> Iterator[tuple[Folder, StoredFile]]:
+    """Yield the folders of modules that have weights, each with its file of weights or index."""
+    for folder in module_folders(store, names):
+        if (file := weights_in(store, folder)) is not None:
+            yield folder, file
+
+
 def module_files(store: Store, names: Collection[str]) -> list[str]:
     """Return the paths, in a model's folder, of the files of weights of its modules."""
     paths: list[str] = []
-    for folder in module_folders(store, names):
-        file = weights_in(store, folder)
-        if file is None:
-            continue
+    for folder, file in _module_weights(store, names):
         files = [file.name]
         if file.name.endswith(INDEX):
             files += sorted(set(read_weight_map(file).values()))

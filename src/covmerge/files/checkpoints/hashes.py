@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
+from covmerge.files.checkpoints.base import Pace, at_once
 from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
 from covmerge.files.checkpoints.layout import Slot
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
-from covmerge.files.stores.local import local_store
 from covmerge.files.stores.regular_file import reading
 from covmerge.files.stores.store import Store, StoredFile, file_at
 
@@ -24,7 +23,7 @@ from covmerge.files.stores.store import Store, StoredFile, file_at
 Look = Callable[[TensorHeader, range | None, Tensor], None]
 
 _BLOCK_ELEMENTS = 2**20  # small enough to stay in the cache while the block is inspected
-_CHUNK = 4 << 20
+_CHUNK = 2**20  # bytes; many files are hashed in parallel, each with a buffer of its own
 _WORTH_A_THREAD = 2**18  # bytes
 
 
@@ -40,15 +39,15 @@ class FileHashes:
         return {"sha256": self.sha256, **({"tensors": dict(self.tensors)} if self.tensors else {})}
 
 
-def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> FileHashes:
-    """Read a file of a folder once, from the first byte to the last, and return its hashes.
+def hash_file(store: Store, name: str, inspect: Look | None = None) -> FileHashes:
+    """Read a file of a store once, from the first byte to the last, and return its hashes.
 
     Raises:
         CheckpointError: it is no regular file, or a link that leads out of the folder.
         FileNotFoundError: there is no such file.
     """
     with (
-        _Reader(file_at(local_store(folder), name)) as file,
+        _Reader(file_at(store, name)) as file,
         ThreadPool(2, "covmerge-hash") as pool,
     ):
         slots, header = _slots(file)
@@ -81,12 +80,15 @@ def hash_file(folder: Path | Store, name: str, inspect: Look | None = None) -> F
     return FileHashes(whole.hexdigest(), tensors)
 
 
-def sha256_of(file: StoredFile) -> str:
+def sha256_of(file: StoredFile, pace: Pace = at_once) -> str:
     """Return the SHA-256 of a file."""
+    digest, done = hashlib.sha256(), 0
     with _Reader(file) as reader:
-        digest = hashlib.sha256()
+        pace(done)
         for chunk in reader.rest():
             digest.update(chunk)
+            done += len(chunk)
+            pace(done)
     return digest.hexdigest()
 
 
@@ -96,11 +98,11 @@ class _Reader:
     def __init__(self, file: StoredFile) -> None:
         self.file = file
         self._position = 0
+        with reading(file):
+            self._opened = file.open()
+        self.size, *_ = self._opened.stamp
 
     def __enter__(self) -> _Reader:
-        with reading(self.file):
-            self._opened = self.file.open()
-        self.size, *_ = self._opened.stamp
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -63,12 +63,7 @@ def data_start(start: bytes, file_size: int, where: str) -> int:
 
 
 def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
-    """Return the place of each tensor, in the order of the data.
-
-    Args:
-        text: the JSON header, without the 8 bytes of its length.
-        file_size: number of bytes of the whole file.
-        where: the file, for errors.
+    """Return the place of each tensor, in the order of the data; `text` is the JSON header.
 
     Raises:
         CheckpointError: the header departs from the format in any way; the message has the file,
@@ -231,9 +226,8 @@ class SlottedFile:
     The file is opened again for every read. Otherwise the shards of a model and all its experts
     would be more open files than a process may have.
 
-    Args:
-        file: the file.
-        stamp: its stamp when its header was read.
+    Attributes:
+        stamp: the stamp of the file when its header was read.
         slots: the places of its tensors, by name, already checked against the file's size.
     """
 
@@ -242,28 +236,18 @@ class SlottedFile:
 
     def __init__(self, file: StoredFile, stamp: Stamp, slots: Mapping[str, Slot]) -> None:
         self._file = file
-        self._stamp = stamp
-        self._slots = slots
+        self.stamp = stamp
+        self.slots = slots
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
             {name: slot.header for name, slot in slots.items()}
         )
 
-    @property
-    def stamp(self) -> Stamp:
-        """The stamp of the file when its header was read."""
-        return self._stamp
-
-    @property
-    def slots(self) -> Mapping[str, Slot]:
-        """The places of its tensors, by name."""
-        return self._slots
-
     def read(self, name: str, rows: range | None = None) -> Tensor:
         header = find_header(self.headers, name, rows, str(self._file))
-        offset, nbytes = self._slots[name].span(rows)
+        offset, nbytes = self.slots[name].span(rows)
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         with open_stored(self._file) as opened:
-            check_unchanged(self._file, self._stamp, opened.stamp)
+            check_unchanged(self._file, self.stamp, opened.stamp)
             read_into(data.numpy().data, opened, offset, f"{self._file}: tensor '{name}'")
         if header.dtype is torch.bool and nbytes and int(data.max()) > 1:
             raise CheckpointError(
@@ -340,7 +324,7 @@ class SafetensorsFile(SlottedFile):
     def header_text(self) -> bytes:
         """Return its JSON header, read once more: it may have 100 MB."""
         with open_stored(self._file) as opened:
-            check_unchanged(self._file, self._stamp, opened.stamp)
+            check_unchanged(self._file, self.stamp, opened.stamp)
             return _header_of(opened, str(self._file))
 
 

@@ -17,10 +17,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.header import (
-    SafetensorsFile,
-    parse_metadata,
-)
+from covmerge.files.checkpoints.header import SafetensorsFile, parse_metadata
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -24,8 +25,8 @@ from covmerge.base.settings import Hint
 from covmerge.base.text import shown, some
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.json_file import dumps, shorten
-from covmerge.files.stores.local import local_file
-from covmerge.files.stores.store import StoredFile, WritableFile
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.store import StoredFile
 
 # Lines of JSON that each end in a checksum, so that a line torn by a crash or a file system is found.
 
@@ -158,18 +159,12 @@ Key = tuple[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One finished work item: rows `[rows[0], rows[1])` of dimension 0 of a tensor.
+    """One finished work item: rows `[rows[0], rows[1])` of dimension 0 of a tensor."""
 
-    Attributes:
-        tensor: name of the output's tensor.
-        rows: first row, and one past the last row.
-        checksum: checksum of the written bytes, from `ShardWriter.write`.
-        stats: the method's diagnostics; they are reported after a resumed merge too.
-    """
-
-    tensor: str
-    rows: tuple[int, int]
-    checksum: str
+    tensor: str  # name of the output's tensor
+    rows: tuple[int, int]  # first row, and one past the last row
+    checksum: str  # of the written bytes, from `ShardWriter.write`
+    # The method's diagnostics; they are reported after a resumed merge too.
     stats: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     @property
@@ -215,39 +210,31 @@ class Journal:
     """
 
     def __init__(
-        self, file: WritableFile, finished: dict[Key, Entry], processor: str | None = None
+        self, path: Path, finished: dict[Key, Entry], processor: str | None = None
     ) -> None:
-        self._file = file
+        self._folder, self._name = LocalFolder(path.parent), path.name
         self._finished = finished
         self.processor = processor
 
     @classmethod
-    def create(
-        cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
-    ) -> Journal:
+    def create(cls, path: Path, plan_hash: str, of: Mapping[str, Json] | None = None) -> Journal:
         """Start an empty journal for a plan; an existing journal is an error.
 
-        Args:
-            path: the journal.
-            plan_hash: hash that identifies the plan.
-            of: the values behind the hash, so that a message can name what changed.
+        `of` has the values behind the plan's hash, so that a message can name what changed.
 
         Raises:
             InputError: `path` exists, or cannot be written.
         """
-        file = local_file(path)
-        if file.store.exists(file.name):
+        folder = LocalFolder(path.parent)
+        if folder.exists(path.name):
             raise InputError(
-                f"{file} exists: pass {Hint('resume')} to go on, {Hint('overwrite')} to start again"
+                f"{path} exists: pass {Hint('resume')} to go on, {Hint('overwrite')} to start again"
             )
-        line = sealed({"plan": plan_hash, "format": FORMAT, "of": of}, "journal")
-        file.store.create(file.name, len(line), line, needed=len(line))
-        return cls(file, {})
+        folder.put(path.name, sealed({"plan": plan_hash, "format": FORMAT, "of": of}, "journal"))
+        return cls(path, {})
 
     @classmethod
-    def resume(
-        cls, path: Path | WritableFile, plan_hash: str, of: Mapping[str, Json] | None = None
-    ) -> Journal:
+    def resume(cls, path: Path, plan_hash: str, of: Mapping[str, Json] | None = None) -> Journal:
         """Read a journal to continue it; a torn last line is cut off. Arguments are those of `create`.
 
         If two lines have the same rows (recomputed after a failed check), the later line counts.
@@ -257,17 +244,21 @@ class Journal:
             CheckpointError: the journal cannot be read, or a line other than a torn last one is
                 damaged.
         """
-        file = local_file(path)
-        lines, size = _complete_lines(file)
-        if not lines:
-            raise _damaged(file, 1, "it is missing")
-        known = _check_plan(file, lines[0], plan_hash, of)
+        folder = LocalFolder(path.parent)
+        lines, size = _complete_lines(StoredFile(folder, path.name))
+        with _named_line(path, 1):
+            if not lines:
+                raise ValueError("it is missing")
+            known = _check_plan(path, lines[0], plan_hash, of)
         finished: dict[Key, Entry] = {}
         for number, line in enumerate(lines[1:], start=2):
-            entry = _parse_entry(file, number, line)
+            with _named_line(path, number):
+                record = parsed(line)
+                check_seal(line)
+                entry = Entry.from_json(record)
             finished[entry.key] = entry
-        file.store.truncate(file.name, size)
-        return cls(file, finished, known.get(PROCESSOR))
+        folder.truncate(path.name, size)
+        return cls(path, finished, known.get(PROCESSOR))
 
     @property
     def finished(self) -> Mapping[Key, Entry]:
@@ -282,7 +273,7 @@ class Journal:
             ResourceError: the disk is full; the journal is then as it was before.
         """
         line = sealed(entry.as_json(), f"journal entry of '{entry.tensor}'")
-        self._file.store.append(self._file.name, line)
+        self._folder.append(self._name, line)
         self._finished[entry.key] = entry
 
 
@@ -305,16 +296,16 @@ def _complete_lines(file: StoredFile) -> tuple[list[bytes], int]:
 
 
 def _check_plan(
-    file: StoredFile, line: bytes, plan_hash: str, of: Mapping[str, Json] | None
+    path: Path, line: bytes, plan_hash: str, of: Mapping[str, Json] | None
 ) -> Mapping[str, Any]:
     """Return the journal's `of`; raise if the journal belongs to another plan."""
-    head = _parse(file, 1, line)  # the checksum is checked once the format is known
+    head = parsed(line)  # the checksum is checked once the format is known
     if head.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} has format {shorten(head.get('format'))}, this version of covmerge reads {FORMAT}: "
+            f"{path} has format {shorten(head.get('format'))}, this version of covmerge reads {FORMAT}: "
             f"resume with the version that began the merge, or start over with {Hint('overwrite')}"
         )
-    _check_seal(file, 1, line)
+    check_seal(line)
     known = head.get("of")
     known = cast("dict[str, Any]", known) if isinstance(known, dict) else {}
     if head.get("plan") != plan_hash:
@@ -325,36 +316,19 @@ def _check_plan(
             else ("the recipe, its sources or covmerge changed since")
         )
         raise InputError(
-            f"{file} is of another merge: {what}. Take these back to go on, or start over with "
+            f"{path} is of another merge: {what}. Take these back to go on, or start over with "
             f"{Hint('overwrite')}"
         )
     return known
 
 
-def _parse_entry(file: StoredFile, number: int, line: bytes) -> Entry:
-    record = _parse(file, number, line)
-    _check_seal(file, number, line)
+@contextmanager
+def _named_line(path: Path, number: int) -> Generator[None]:
+    """Name the line in an error about its content."""
     try:
-        return Entry.from_json(record)
+        yield
     except ValueError as error:
-        raise _damaged(file, number, str(error)) from error
-
-
-def _parse(file: StoredFile, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return parsed(line)
-    except ValueError as error:
-        raise _damaged(file, number, str(error)) from error
-
-
-def _check_seal(file: StoredFile, number: int, line: bytes) -> None:
-    try:
-        check_seal(line)
-    except ValueError as error:
-        raise _damaged(file, number, str(error)) from error
-
-
-def _damaged(file: StoredFile, number: int, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"line {number} of the journal {file} is damaged ({why}); start over with {Hint('overwrite')}"
-    )
+        raise CheckpointError(
+            f"line {number} of the journal {path} is damaged ({error}); start over with "
+            f"{Hint('overwrite')}"
+        ) from error

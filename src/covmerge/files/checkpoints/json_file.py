@@ -23,10 +23,7 @@ Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 def dumps(value: Json, *, what: str, indent: int | None = None) -> str:
     """Return `value` as JSON text; keys keep their order, and without `indent` the text is one line.
 
-    Args:
-        value: strings, finite numbers, booleans, None, and sequences and mappings of these.
-        what: name of what is being written; it begins the path in an error.
-        indent: number of spaces for each level.
+    `what` names what is being written; it begins the path in an error.
 
     Raises:
         InputError: a number is not finite, a key is not a string, or a value is of another type;
@@ -53,21 +50,17 @@ def _plain(value: object, path: str) -> Plain:
                 raise InputError(f"{path} is {value}: JSON has finite numbers only")
             return value
         case Mapping():
-            return _plain_mapping(cast("Mapping[object, object]", value), path)
+            given = cast("Mapping[object, object]", value)
+            if wrong := [key for key in given if not isinstance(key, str)]:
+                raise InputError(
+                    f"{path} has the key {wrong[0]!r}: JSON keys are strings, convert it"
+                )
+            return {str(key): _plain(item, f"{path}.{key}") for key, item in given.items()}
         case Sequence() if not isinstance(value, (bytes, bytearray, memoryview)):
             items = cast("Sequence[object]", value)
             return [_plain(item, f"{path}[{i}]") for i, item in enumerate(items)]
         case _:
             raise InputError(f"{path} is a {type(value).__name__}: JSON cannot hold it, convert it")
-
-
-def _plain_mapping(value: Mapping[object, object], path: str) -> dict[str, Plain]:
-    plain: dict[str, Plain] = {}
-    for key, item in value.items():
-        if not isinstance(key, str):
-            raise InputError(f"{path} has the key {key!r}: JSON keys are strings, convert it")
-        plain[key] = _plain(item, f"{path}.{key}")
-    return plain
 
 
 MAX_JSON_BYTES = 100_000_000
@@ -120,11 +113,8 @@ remove one
 def parse_object(data: bytes, where: str, values: int = MAX_VALUES) -> dict[str, Any]:
     """Parse a JSON object in UTF-8; a duplicate key is an error at every level.
 
-    Args:
-        data: the JSON text.
-        where: what is being parsed, for errors.
-        values: the allowed number of values, for which commas in texts count too. Values take far
-            more memory than their bytes, so they are counted before any is created.
+    Values take far more memory than their bytes, so they are counted before any is created. Commas in texts
+    count too.
 
     Example:
         >>> parse_object(b'{"a": [1]}', "config.json")

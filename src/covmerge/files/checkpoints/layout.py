@@ -76,19 +76,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file of the output.
+    """One safetensors file of the output."""
 
-    Attributes:
-        file_name: a name without folders, inside the output folder.
-        header: the file's first bytes: length, JSON, and spaces up to a multiple of 8.
-        entries: slots by tensor name, in the order of their offsets.
-        size: number of bytes of the whole file.
-    """
-
-    file_name: str
+    file_name: str  # a name without folders, inside the output folder
+    # The file's first bytes: length, JSON, and spaces up to a multiple of 8.
     header: bytes = field(repr=False)
+    # Slots by tensor name, in the order of their offsets.
     entries: Mapping[str, Slot] = field(repr=False)
-    size: int
+    size: int  # in bytes
 
 
 @dataclass(frozen=True)
@@ -123,13 +118,8 @@ def plan_layout(
     """Assign tensors to shards in the given order.
 
     A shard ends when the next tensor would bring its data over `shard_size` bytes. A larger tensor
-    is alone in its shard. Names follow transformers.
-
-    Args:
-        headers: the tensors of the output; names are unique.
-        shard_size: the most bytes of data in a file, apart from tensors that are larger.
-        metadata: entries for every file's `__metadata__`, which always has `"format": "pt"` too.
-        stem: the beginning of the files' names.
+    is alone in its shard. Names begin with `stem` and follow transformers. Every file has the metadata, and
+    `"format": "pt"` too.
 
     Raises:
         TensorError: no tensors, a duplicate name, or a dtype that the format cannot hold.

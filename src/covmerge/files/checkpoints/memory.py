@@ -30,14 +30,8 @@ from covmerge.files.stores.hub_cache import HubModel
 class MemoryCheckpoint(Kind):
     """The tensors of a mapping, on any device.
 
-    The tensors are copied only when they are read. Do not change them before.
-
-    Args:
-        tensors: the tensors by name.
-        config: config of the model.
-        settings: other settings that the meaning of the tensors depends on, such as an adapter's
-            config.
-        under: for an adapter, see `Kind`.
+    The tensors are copied only when they are read. Do not change them before. `settings` are others that
+    the meaning of the tensors depends on, such as an adapter's config. `under`: see `Kind`.
     """
 
     folder: Path | None = None
@@ -62,9 +56,6 @@ class MemoryCheckpoint(Kind):
         self.shared: Mapping[str, str] = _shared(self._tensors)
         self._said = "" if settings is None else json.dumps(settings, sort_keys=True)
 
-    def readme(self) -> Path | None:
-        """Return None: a state dict has no model card."""
-
     def companions(self) -> Path | None:
         """Return None: a state dict has no companion files."""
 
@@ -73,9 +64,6 @@ class MemoryCheckpoint(Kind):
         if name not in self._tensors:
             raise CheckpointError(f"{self.source} are closed: open them again")
         return copy_rows(self._tensors[name], rows)
-
-    def materialize(self) -> None:
-        """Do nothing: all tensors are in memory."""
 
     def identity(self) -> dict[str, Json]:
         """Return a hash of the content, because names and times say nothing about memory."""

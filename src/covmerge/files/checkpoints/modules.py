@@ -45,19 +45,12 @@ _DEEPEST = 4
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of one module.
+    """The folder of one module."""
 
-    Attributes:
-        path: path in the model's folder, with `/` between the parts.
-        kind: name of the module's class.
-        store: the store of its files.
-        names: names of its files.
-    """
-
-    path: str
-    kind: str
+    path: str  # path in the model's folder, with `/` between the parts
+    kind: str  # the name of its class
     store: Store
-    names: frozenset[str]
+    names: frozenset[str]  # of its files
 
 
 class ModuleWeights:
@@ -115,12 +108,7 @@ def weights_in(store: Store, folder: Folder) -> StoredFile | None:
 
 
 def _check_no_weights(store: Store, folder: Folder) -> None:
-    """Raise if a module has no file of weights that is read, but has other files or must have weights.
-
-    Raises:
-        CheckpointError: it has other files, such as weights in another format, or its class has
-            weights.
-    """
+    """Raise if a module without a file that is read has weights in another format, or must have weights."""
     where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
     others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
     if others:

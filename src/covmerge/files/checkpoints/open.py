@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from math import isclose, sqrt
 from pathlib import Path
@@ -24,7 +25,7 @@ from covmerge.files.adapters.checkpoint import (
 )
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.file_formats import WEIGHT_SUFFIXES
-from covmerge.files.checkpoints.folder import FileCheckpoint, open_folder
+from covmerge.files.checkpoints.folder import open_folder
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.remote import RemoteCheckpoint, open_hub
 from covmerge.files.stores.address import PAGES, Address, address_of, hub_address
@@ -72,7 +73,10 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if (named := hub_address(source)) is not None:
         return open_adapter_hub(str(source), *named) or open_hub(str(source), *named)
     if (address := address_of(source)) is not None:
-        return open_remote(address)
+        try:
+            return open_remote(address)
+        except OSError as error:
+            raise CheckpointError(f"{address} cannot be read: {error.strerror}") from error
     try:
         try:
             path = Path(source).expanduser()
@@ -105,31 +109,20 @@ def open_checkpoint(source: Source) -> Checkpoint:
 
 def open_remote(address: Address) -> Checkpoint:
     """Open the checkpoint at an address: a file with a suffix of weights, or else a folder of a bucket."""
-    try:
-        return _open_remote(address)
-    except OSError as error:
-        raise CheckpointError(f"{address} cannot be read: {error.strerror}") from error
-
-
-def _open_remote(address: Address) -> Checkpoint:
     source = str(address)
     parent, _, name = address.path.rpartition("/")
     if parent and name.endswith(WEIGHT_SUFFIXES):
         store = remote_store(replace(address, path=parent))
         file = child(store, unquote(name) if address.scheme in PAGES else name)
-        return open_adapter_file(
-            source, file, lambda files: RemoteCheckpoint(files, store, whole=False)
-        )
+        stored_as = partial(RemoteCheckpoint, store=store, whole=False)
+        return open_adapter_file(source, file, stored_as)
     if address.scheme in PAGES:
         raise CheckpointError(
             f"{address} is no file of weights ({', '.join(WEIGHT_SUFFIXES)}), and a web server lists no "
             "folders: name such a file, or download the folder and pass its path"
         )
     store = remote_store(address)
-
-    def stored_as(files: FileCheckpoint) -> Checkpoint:
-        return RemoteCheckpoint(files, store, whole=True)
-
+    stored_as = partial(RemoteCheckpoint, store=store, whole=True)
     adapter = open_adapter_folder(source, store, stored_as)
     return adapter or stored_as(open_folder(source, store))
 

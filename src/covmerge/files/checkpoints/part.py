@@ -58,14 +58,8 @@ def _with(config: Mapping[str, Any], key: str, part: Mapping[str, Any]) -> dict[
 class Part(View):
     """A part of a base, under the base's names and with the base's config.
 
-    It gives the base's tensors that begin with `root`, others that it has, and a head that it ties.
-
-    Args:
-        stored: the expert.
-        names: the expert's names, by the base's.
-        config: the base's config, with the expert's in its place.
-        root: what begins the base's names of the part.
-        ties: whether the expert is a language model whose head is its embedding.
+    It gives the base's tensors that begin with `root`, others that it has, and a head that it ties: that of
+    a language model, which is its embedding.
     """
 
     def __init__(
@@ -91,10 +85,6 @@ def as_part(checkpoint: Checkpoint, base: Checkpoint) -> Checkpoint:
     """Return an expert that is a part of its base under the base's names, and any other expert unchanged.
 
     An expert is a part of its base if its `model_type` is that of exactly one config inside the base's.
-
-    Args:
-        checkpoint: the expert, under the base's names as far as these are known.
-        base: the base.
 
     Example:
         >>> import torch

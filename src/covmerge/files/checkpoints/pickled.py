@@ -12,7 +12,8 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
@@ -30,6 +31,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
 from covmerge.files.checkpoints.unpickler import NEXT, Loading, Storage, StorageOf, Unpickler
 from covmerge.files.stores.regular_file import open_regular, reading
 
+ReadAt = Callable[[int, int], bytearray]  # reads some bytes of a file, from an offset on
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the number at the start of torch's format from before 1.6
 
 
@@ -39,58 +41,44 @@ def load_records(path: Path) -> object:
     Plain values are returned unchanged, tensors as `Laid`, and other objects as `Inert`.
     """
     where = str(path)
+    with _readable(where, "a pickle"), reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        loading = Loading(where, 2 * size)
+        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
+            return _load_archive(file, size, loading, partial(_read_at, path))
+        check_whole(size, where)
+        file.seek(0)
+        return _load_bytes(file.read(), loading)
+
+
+def load_archive(file: IO[bytes], size: int, where: str, read_at: ReadAt) -> object:
+    """Return the records of a zip of `torch.save`, like `load_records`; `read_at` reads its bytes later."""
+    with _readable(where, "a tensor"):
+        return _load_archive(file, size, Loading(where, 2 * size), read_at)
+
+
+def load_metadata(data: bytes, where: str, steps: int) -> object:
+    """Return the records of a plain pickle without tensors, like `load_records`."""
+    with _readable(where, "metadata"):
+        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
+
+
+@contextmanager
+def _readable(where: str, what: str) -> Generator[None]:
     try:
-        with reading(path), open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            loading = Loading(where, 2 * size)
-            if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-                return _load_archive(file, size, loading, partial(_read_at, path))
-            check_whole(size, where)
-            file.seek(0)
-            return _load_bytes(file.read(), loading)
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
-        raise _unreadable(where, "a pickle", error) from error
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{where} cannot be read as {what} ({type(error).__name__}: {reason}): {NEXT}"
+        ) from error
 
 
-def load_archive(file: IO[bytes], size: int, where: str) -> object:
-    """Return the records of a zip of `torch.save`, like `load_records`."""
-
-    def read(start: int, count: int) -> bytes:
-        file.seek(start)
-        return file.read(count)
-
-    try:
-        return _load_archive(file, size, Loading(where, 2 * size), read)
-    except CheckpointError:
-        raise
-    except Exception as error:  # as above
-        raise _unreadable(where, "a tensor", error) from error
-
-
-def load_metadata(data: bytes, where: str, steps: int) -> object:
-    """Return the records of a plain pickle without tensors, like `load_records`."""
-    try:
-        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
-    except CheckpointError:
-        raise
-    except Exception as error:  # as above
-        raise _unreadable(where, "metadata", error) from error
-
-
-def _unreadable(where: str, what: str, error: Exception) -> CheckpointError:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return CheckpointError(
-        f"{where} cannot be read as {what} ({type(error).__name__}: {reason}): {NEXT}"
-    )
-
-
-def _load_archive(
-    file: IO[bytes], size: int, loading: Loading, read_at: Callable[[int, int], bytes]
-) -> object:
+def _load_archive(file: IO[bytes], size: int, loading: Loading, read_at: ReadAt) -> object:
     """Read a zip of torch: `*/data.pkl`, and one member `*/data/KEY` for each storage."""
     with zipfile.ZipFile(file) as archive:
         check_archive(archive, loading.where)
@@ -98,11 +86,7 @@ def _load_archive(
 
 
 def _load_members(
-    archive: zipfile.ZipFile,
-    file: IO[bytes],
-    size: int,
-    loading: Loading,
-    read_at: Callable[[int, int], bytes],
+    archive: zipfile.ZipFile, file: IO[bytes], size: int, loading: Loading, read_at: ReadAt
 ) -> object:
     where = loading.where
     found = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
@@ -126,10 +110,10 @@ def _load_members(
         if start + entry.file_size > size:
             raise CheckpointError(f"{where}: {member} goes on after the end of the file: {NEXT}")
 
-        def read(first: int, wanted: int) -> bytes:
+        def read(first: int, wanted: int) -> bytearray:
             return read_at(start + first * dtype.itemsize, wanted * dtype.itemsize)
 
-        return Storage(dtype, count, read, start)
+        return Storage(dtype, count, read)
 
     return _unpickle(archive.read(found[0]), loading, storage)
 
@@ -141,12 +125,13 @@ def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + name + extra
 
 
-def _read_at(path: Path, start: int, size: int) -> bytes:
+def _read_at(path: Path, start: int, size: int) -> bytearray:
+    data = bytearray(size)
     with reading(path), open_regular(path) as file:
         file.seek(start)
-        data = file.read(size)
-    if len(data) != size:
-        raise CheckpointError(f"{path} ends at byte {start + len(data)}: {NEXT}")
+        count = file.readinto(data)
+    if count != size:
+        raise CheckpointError(f"{path} ends at byte {start + count}: {NEXT}")
     return data
 
 
@@ -163,8 +148,9 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
     places: dict[str, bytes] = {}
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
-        def read(first: int, wanted: int) -> bytes:
-            return places[key][first * dtype.itemsize : (first + wanted) * dtype.itemsize]
+        def read(first: int, wanted: int) -> bytearray:
+            held = memoryview(places[key])
+            return bytearray(held[first * dtype.itemsize : (first + wanted) * dtype.itemsize])
 
         return declared.setdefault(key, Storage(dtype, count, read))
 

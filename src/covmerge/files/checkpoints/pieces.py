@@ -24,32 +24,21 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor.
+    """A part of a tensor."""
 
-    Attributes:
-        offsets: where the part begins in the tensor.
-        sizes: the shape of the part.
-        read: function that reads some of its rows, or all rows for None.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # where the part begins in the tensor
+    sizes: tuple[int, ...]  # the shape of the part
+    # Function that reads some of its rows, or all rows for None.
     read: Callable[[range | None], Tensor]
 
 
 @dataclass(frozen=True)
 class Pieced:
-    """A tensor with its pieces.
+    """A tensor with its pieces."""
 
-    Attributes:
-        header: header of the whole tensor.
-        pieces: parts of the tensor, or of the flattened tensor if `flat` is set.
-        flat: whether the tensor was flattened before it was divided.
-    """
-
-    header: TensorHeader
-    pieces: Sequence[Piece]
-    flat: bool = False
+    header: TensorHeader  # of the whole tensor
+    pieces: Sequence[Piece]  # parts of the tensor, or of the flattened tensor if `flat` is set
+    flat: bool = False  # whether the tensor was flattened before it was divided
 
 
 class PiecedFiles:
@@ -104,17 +93,10 @@ def _put_together(found: Tensor, pieces: Sequence[Piece], taken: range) -> None:
         top = piece.offsets[0]
         start, stop = max(taken.start, top), min(taken.stop, top + piece.sizes[0])
         if start < stop and 0 not in piece.sizes:
-            found[box_of(piece.offsets, piece.sizes, start - taken.start, stop - taken.start)] = (
-                piece.read(range(start - top, stop - top))
-            )
-
-
-def box_of(
-    offsets: Sequence[int], sizes: Sequence[int], start: int, stop: int
-) -> tuple[slice, ...]:
-    """Return the place of a piece: rows `start` to `stop`, and its full extent along other axes."""
-    beyond = zip(offsets[1:], sizes[1:], strict=True)
-    return (slice(start, stop), *(slice(first, first + count) for first, count in beyond))
+            beyond = zip(piece.offsets[1:], piece.sizes[1:], strict=True)
+            inner = (slice(first, first + count) for first, count in beyond)
+            rows = slice(start - taken.start, stop - taken.start)
+            found[(rows, *inner)] = piece.read(range(start - top, stop - top))
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int], axis: int = 0) -> bool:
@@ -343,14 +325,7 @@ def interleaved(whole: Assembly, dim: int, *, back: bool) -> Assembly:
 
 
 class Assembled(View):
-    """A view of a checkpoint in which some tensors are composed of stored tensors.
-
-    Args:
-        stored: the checkpoint.
-        made: by the name in the view, how the tensor is composed. Its stored parts are not shown
-            themselves.
-        notes: notes for the user.
-    """
+    """A view in which some tensors are made of stored ones, which are not shown themselves."""
 
     def __init__(self, stored: Checkpoint, made: Mapping[str, Assembly], *notes: str) -> None:
         used = {name for assembly in made.values() for name in assembly.stored()}

@@ -18,7 +18,6 @@ from covmerge.files.checkpoints.base import (
     CARD_NAME,
     Checkpoint,
     Content,
-    Kind,
     Pace,
     check_unchanged,
     find_header,
@@ -71,8 +70,9 @@ class RemoteCheckpoint(View):
 
     def readme(self) -> Path | None:
         card = StoredFile(self._store, CARD_NAME)
-        if not (self._whole and _is_there(card)):
-            return None
+        with still_readable(card):
+            if not (self._whole and self._store.is_file(CARD_NAME)):
+                return None
         if self._card is None:
             self._card = _filled(lambda folder: _fetch(card, folder))
         return Path(self._card.name) / CARD_NAME
@@ -172,11 +172,6 @@ def _fetch(file: StoredFile, to: Path) -> None:
     (to / file.name).write_bytes(data)
 
 
-def _is_there(file: StoredFile) -> bool:
-    with still_readable(file):
-        return file.store.is_file(file.name)
-
-
 def _version(file: StoredFile) -> str:
     with still_readable(file):
         return cast("RemoteStore", file.store).version(file.name)
@@ -188,38 +183,32 @@ def _version(file: StoredFile) -> str:
 # read more than once, so `materialize` first downloads the weights into the Hub client's cache.
 
 
-class HubCheckpoint(Kind):
+class HubCheckpoint(View):
     """A repository of the Hub at one commit.
 
     Args:
         store: the repository at that commit.
-        planned: the checkpoint read remotely, or `local`.
-        files: names of the files to download.
-        notes: remarks about how it was opened.
-        local: the downloaded checkpoint, if it was downloaded already.
+        planned: the checkpoint read remotely, or the downloaded one.
+        files: names of the files to download; None: it was downloaded already.
+        notes: how it was opened.
     """
 
     def __init__(
         self,
         store: HubStore,
         planned: Checkpoint,
-        *,
-        files: tuple[str, ...] = (),
+        files: tuple[str, ...] | None = None,
         notes: tuple[str, ...] = (),
-        local: Checkpoint | None = None,
     ) -> None:
-        self.source = store.source
-        self.headers = planned.headers
-        self.config = planned.config
+        super().__init__(planned)
         self.notes = notes
         self._store = store
-        self._files = files
-        self._local = local
+        self._missing = files
 
     @property
     def folder(self) -> Path | None:
         """The snapshot in the cache, once `materialize` has completed it."""
-        return None if self._local is None else self._local.folder
+        return self._stored.folder
 
     @property
     def hub(self) -> HubModel:
@@ -229,18 +218,18 @@ class HubCheckpoint(Kind):
         if self._store.is_file(CARD_NAME):
             return self._store.card(CARD_NAME)
         # Offline, the names of the repository's files are unknown.
-        return None if self._local is None else self._local.readme()
+        return None if self._missing is not None else self._stored.readme()
 
     def companions(self) -> Path | None:
-        if self._local is not None:
-            return self._local.folder
+        if self._missing is None:
+            return self.folder
         return self._store.download(self._store.companions())
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
-        find_header(self.headers, name, rows, self.source)
-        if self._local is None:
+        if self._missing is not None:
+            find_header(self.headers, name, rows, self.source)
             raise CheckpointError(f"{self.source} is not downloaded: call materialize() first")
-        return self._local.read(name, rows)
+        return super().read(name, rows)
 
     def materialize(self) -> None:
         """Download weights and companion files into the cache of the Hub's client.
@@ -248,9 +237,9 @@ class HubCheckpoint(Kind):
         Raises:
             CheckpointError: the download failed, or has other tensors than were planned.
         """
-        if self._local is not None:
+        if self._missing is None:
             return
-        folder = self._store.download(self._files)
+        folder = self._store.download(self._missing)
         local = open_folder(self.source, LocalFolder(folder))
         if dict(local.headers) != dict(self.headers):
             local.close()
@@ -260,7 +249,7 @@ class HubCheckpoint(Kind):
                 f"{self.source}: {folder} holds other tensors than the Hub announced: delete {cache} and "
                 "start again"
             )
-        self._local = local
+        self._stored, self._missing = local, None
 
     def identity(self) -> dict[str, Json]:
         """Return the repository and the commit."""
@@ -270,20 +259,12 @@ class HubCheckpoint(Kind):
         """Return the commit, which determines every byte."""
         return [Content("revision", 0, lambda _: self._store.commit)]
 
-    def close(self) -> None:
-        if self._local is not None:
-            self._local.close()
-
 
 def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
     """Open a repository of the Hub; its weights are not downloaded yet, unless they are pickled.
 
-    With `HF_HUB_OFFLINE=1`, the copy in the cache is opened.
-
-    Args:
-        source: the source as the user wrote it.
-        name: `org/name`.
-        revision: branch, tag or commit; None is the default branch.
+    With `HF_HUB_OFFLINE=1`, the copy in the cache is opened. `name` is `org/name`, and `revision` a branch,
+    tag or commit (None: the default branch).
 
     Raises:
         CheckpointError: the Hub cannot be reached, it has no such repository or revision, or the
@@ -302,7 +283,7 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
         return _open_pickled(store, choice, of_modules, some(pickled))
     planned = open_folder(source, store)
     files = (*store.companions(), *planned.weight_names)
-    return HubCheckpoint(store, planned, files=files, notes=planned.notes)
+    return HubCheckpoint(store, planned, files, planned.notes)
 
 
 def _open_pickled(
@@ -331,4 +312,4 @@ def _open_cached(source: str, name: str, revision: str | None) -> HubCheckpoint:
 
 
 def _downloaded(store: HubStore, local: Checkpoint, note: str) -> HubCheckpoint:
-    return HubCheckpoint(store, local, notes=(note, *local.notes), local=local)
+    return HubCheckpoint(store, local, notes=(note, *local.notes))

@@ -17,10 +17,10 @@ from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.manifest import unknown_files
 from covmerge.files.checkpoints.trainer import refuse_as_step
 from covmerge.files.stores.address import address_of, hub_address
-from covmerge.files.stores.destination import Destination, LocalDestination
+from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.lock import TakenError
 from covmerge.files.stores.remote_destination import RemoteDestination
-from covmerge.files.stores.store import WritableFile, WritableStore, tree
+from covmerge.files.stores.store import tree
 
 
 class OutputTakenError(InputError):
@@ -41,6 +41,8 @@ class Staging:
 
     Attributes:
         out: the destination of the output.
+        store, folder: where the files of the output are written until `commit`.
+        journal: the journal of the merge.
         resuming: True if there is a journal to continue; valid inside the context.
         notes: notes for the user.
 
@@ -52,7 +54,7 @@ class Staging:
         >>> from tempfile import mkdtemp
         >>> out = Path(mkdtemp()) / "merged"
         >>> with Staging(out) as staging:
-        ...     WritableFile(staging.store, "covmerge.json").put(b"{}")
+        ...     staging.store.put("covmerge.json", b"{}")
         ...     staging.commit()
         >>> [path.name for path in out.iterdir()]
         ['covmerge.json']
@@ -62,25 +64,13 @@ class Staging:
         self, out: Path | Destination, *, overwrite: bool = False, resume: bool = False
     ) -> None:
         self.out = destination_of(out)
+        self.store = self.out.work
+        self.folder = self.store.folder
+        self.journal = self.out.journal
         self.resuming = False
         self.notes: list[str] = []
         self._overwrite = overwrite
         self._resume = resume
-
-    @property
-    def store(self) -> WritableStore:
-        """The store to which the files of the output are written until `commit`."""
-        return self.out.work
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of `store` if it is on this machine, else None."""
-        return self.store.folder
-
-    @property
-    def journal(self) -> WritableFile:
-        """The journal of the merge."""
-        return self.out.journal
 
     def check(self) -> None:
         """Raise if the output exists and may not be replaced; nothing is created."""
@@ -140,9 +130,8 @@ class Staging:
 
     def __exit__(self, *_: object) -> None:
         try:
-            kept = (
-                self.out.begun()
-            )  # not after `publish`, even if Ctrl-C came before the end of `commit`
+            # Not after `publish`, even if Ctrl-C came before the end of `commit`.
+            kept = self.out.begun()
         except InputError:
             kept = True  # a link lies where the files did: to be refused by whoever resumes
         if kept:
@@ -223,18 +212,18 @@ def destination_of(out: Path | Destination) -> Destination:
     if not isinstance(out, Path):
         return out
     address = None if hub_address(out) else address_of(out)
-    return LocalDestination(out.expanduser()) if address is None else RemoteDestination(address)
+    return Destination(out.expanduser()) if address is None else RemoteDestination(address)
 
 
 def find_unfinished(out: Path) -> Path | None:
     """Return the unfinished work on an output, or the unfinished work that a folder is part of, or None."""
-    return LocalDestination(out).unfinished()
+    return Destination(out).unfinished()
 
 
 def remove_remains(out: Path) -> None:
     """Remove what a merge left that was killed after publishing its output; unfinished work stays."""
-    destination = LocalDestination(out)
-    if not Path(destination.aside).exists():
+    destination = Destination(out)
+    if not destination.aside.exists():
         return
     with suppress(TakenError, InputError):  # it is another's, and does no harm
         destination.take()
@@ -250,12 +239,8 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     An input must not be in the work folder either, which is removed at the end. The output must not
     look like a checkpoint of a training run that is an input.
 
-    Files are compared by identity, not by path, so that links and mounts are resolved.
-
-    Args:
-        out: the output folder; it need not exist. Other destinations contain no local inputs.
-        inputs: files, folders and addresses; inputs that do not exist are refused later, by their
-            reader.
+    Files are compared by identity, not by path, so that links and mounts are resolved. Inputs that do
+    not exist are refused later, by their reader.
 
     Raises:
         InputError: the output and an input overlap; the message names both paths.
@@ -265,7 +250,7 @@ def check_not_input(out: Path | Destination, inputs: Sequence[Path]) -> None:
     folder = destination.output.folder
     if folder is None:
         return
-    target, aside = folder.resolve(), Path(destination.aside)
+    target, aside = folder.resolve(), destination.aside
     for given in inputs:
         if not given.exists():
             continue

@@ -29,7 +29,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_whole,
 )
 from covmerge.files.checkpoints.pickled import load_records
-from covmerge.files.checkpoints.unpickler import Inert, Laid, Sealed, whole_booleans
+from covmerge.files.checkpoints.unpickler import Laid, LaidPart, origin_of
 from covmerge.files.stores.regular_file import open_regular
 from covmerge.files.stores.store import stamp_of
 
@@ -155,12 +155,7 @@ def _of_state(
     """Return the weights in a training state with a note, or the whole content if it has no weights.
 
     If there are several dicts of tensors, the one under a usual key has the model's weights. A dict
-    under another key counts only if it is the only one.
-
-    Args:
-        content: the content of the file.
-        kind: the class of its tensors.
-        where: the file's name in messages.
+    under another key counts only if it is the only one. `kind` is the class of the file's tensors.
 
     Raises:
         CheckpointError: there are several dicts, and no key tells which one has the model's weights.
@@ -237,14 +232,15 @@ class PickledTensors:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stamp = stamp_of(path.stat())
+        stamp = stamp_of(path.stat())
         records, notes = load_records(path), tuple[str, ...]()
         if isinstance(records, Mapping):
             records, notes = _of_state(cast("Mapping[object, object]", records), Laid, str(path))
-        self._laid = tensors_of(records, str(path))
+        laid = tensors_of(records, str(path))
         self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: TensorHeader(name, laid.shape, laid.dtype) for name, laid in self._laid.items()}
+            {name: TensorHeader(name, one.shape, one.dtype) for name, one in laid.items()}
         )
+        self._parts = {name: LaidPart(path, stamp, name, one) for name, one in laid.items()}
         self.notes = (
             f"{path} is a pickle: its tensors were read, and nothing that it names was run",
             *notes,
@@ -252,33 +248,27 @@ class PickledTensors:
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         find_header(self.headers, name, rows, str(self.path))
-        if name not in self._laid:
+        if name not in self._parts:
             raise CheckpointError(f"{self.path} is closed: open the checkpoint again")
-        check_unchanged(self.path, self._stamp, stamp_of(self.path.stat()))
-        return whole_booleans(self._laid[name].tensor(rows), f"{self.path}: '{name}'")
+        return self._parts[name](rows)
 
     def close(self) -> None:
         """Release the tensors in memory."""
-        self._laid = {}
+        self._parts = {}
 
 
 def tensors_of(records: object, where: str) -> dict[str, Laid]:
     """Return the tensors of a pickled dict, by name."""
     if not isinstance(records, Mapping):
-        raise CheckpointError(f"{where} holds a {kind_of(records)}, not a dict of tensors")
+        raise CheckpointError(f"{where} holds a {origin_of(records)}, not a dict of tensors")
     found: dict[str, Laid] = {}
     for key, value in cast("Mapping[object, object]", records).items():
         name = tensor_name(key, where, f", {SAVE_AGAIN}")
         if not isinstance(value, Laid):
             raise CheckpointError(
-                f"{where}: '{name}' is a {kind_of(value)}, not a plain tensor: {SAVE_AGAIN}"
+                f"{where}: '{name}' is a {origin_of(value)}, not a plain tensor: {SAVE_AGAIN}"
             )
         found[name] = value
     if not found:
         raise CheckpointError(f"{where} holds a dict without tensors: is it the right file?")
     return found
-
-
-def kind_of(value: object) -> str:
-    """Return the name of a record's class, as in the pickle."""
-    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__

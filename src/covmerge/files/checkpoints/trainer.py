@@ -29,31 +29,21 @@ _SHARDS = ("global_step*", "pytorch_model_fsdp_*")  # DeepSpeed's and FSDP's par
 
 @dataclass(frozen=True)
 class SavedStep:
-    """One checkpoint of a run.
+    """One checkpoint of a run."""
 
-    Attributes:
-        step: the optimizer's step at which it was saved.
-        folder: its folder.
-        is_adapter: whether it is an adapter, and not a full model.
-        own: names of the trainer's files in the folder, such as the optimizer's state.
-    """
-
-    step: int
+    step: int  # the optimizer's step at which it was saved
     folder: Path
-    is_adapter: bool
+    is_adapter: bool  # whether it is an adapter, and not a full model
+    # Names of the trainer's files in the folder, such as the optimizer's state.
     own: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Window:
-    """A window over the last tokens of a run.
-
-    Attributes:
-        tokens: number of tokens.
-        per_step: number of tokens in each step of the optimizer; None: read from the trainer's state.
-    """
+    """A window over the last tokens of a run."""
 
     tokens: int
+    # Number of tokens in each step of the optimizer; None: read from the trainer's state.
     per_step: int | None = None
 
 
@@ -61,12 +51,8 @@ def last_steps(folder: str, window: int | Window | None, beside: Path) -> list[S
     """Return a run's last checkpoints by step number, the oldest first.
 
     A window of T tokens has the checkpoints that saw more than t_n - T tokens, where t_n is that of
-    the last one. These are T / t checkpoints if there are t tokens between every two.
-
-    Args:
-        folder: folder of the run, with checkpoint-500/, checkpoint-1000/ and so on.
-        window: the number of checkpoints, or a window of tokens; None: all checkpoints.
-        beside: the folder that a relative path starts from.
+    the last one. These are T / t checkpoints if there are t tokens between every two. `window` may also be
+    the number of checkpoints, or None for all. A relative path starts from `beside`.
 
     Raises:
         CheckpointError: there are too few, one is incomplete, or their numbers of tokens are unknown.

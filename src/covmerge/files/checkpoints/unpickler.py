@@ -34,16 +34,11 @@ class _Fixed:
 
 @dataclass(frozen=True)
 class Storage(_Fixed):
-    """Numbers of one dtype in the file; `read(first, count)` returns the bytes of some of them.
-
-    `start` is the position in the file of the first number, or None if the file does not have the
-    bytes unchanged.
-    """
+    """Numbers of one dtype in the file; `read(first, count)` reads some of them into fresh memory."""
 
     dtype: torch.dtype
     count: int
-    read: Callable[[int, int], bytes]
-    start: int | None = None
+    read: Callable[[int, int], bytearray]
 
 
 @dataclass(frozen=True)
@@ -60,24 +55,19 @@ class Laid(_Fixed):
         """The dtype of its numbers."""
         return self.storage.dtype
 
-    def span(self, rows: range | None = None) -> tuple[int, tuple[int, ...], int]:
-        """Return the offset of (rows of) a tensor in its storage, their shape, and the numbers spanned."""
+    def tensor(self, rows: range | None = None) -> Tensor:
+        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
         first, shape = self.offset, self.shape
         if rows is not None:
             first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
-        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
-        return first, shape, spanned
-
-    def tensor(self, rows: range | None = None) -> Tensor:
-        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
-        first, shape, spanned = self.span(rows)
         if 0 in shape:
             return torch.empty(shape, dtype=self.dtype)
-        data = bytearray(self.storage.read(first, spanned))
+        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
+        data = self.storage.read(first, spanned)
         # Read as bytes, stored booleans other than 0 and 1 stay as they are.
         dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
         laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
-        return laid.clone(memory_format=torch.contiguous_format).view(self.dtype)
+        return laid.contiguous().view(self.dtype)
 
 
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
@@ -195,16 +185,12 @@ class _Call:
 
 @dataclass
 class Loading:
-    """The state of reading one file: its limits and the stand-ins for its classes.
+    """The state of reading one file: its limits and the stand-ins for its classes."""
 
-    Attributes:
-        where: path of the file.
-        left: bytes that may still be created; data may exist as text, then as bytes, then as numbers.
-        kinds: the stand-ins for classes and functions, by name.
-    """
-
-    where: str
+    where: str  # the path of the file
+    # Bytes that may still be created; data may exist as text, then as bytes, then as numbers.
     left: int
+    # The stand-ins for classes and functions, by name.
     kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
 
     def make(self, size: int) -> None:
@@ -230,11 +216,8 @@ StorageOf = Callable[[torch.dtype, str, int], Storage]
 class Unpickler(pickle.Unpickler):
     """An unpickler that knows tensors and `OrderedDict`, and keeps records of everything else.
 
-    Args:
-        data: one pickle, already checked.
-        loading: the state of reading its file.
-        storage: function that finds a storage by dtype, key and number of elements.
-        nested: function that reads a file stored as bytes inside the pickle.
+    `data` is one pickle, already checked. `storage` finds a storage by dtype, key and number of elements;
+    `nested` reads a file that is stored as bytes inside the pickle.
     """
 
     def __init__(
@@ -331,16 +314,16 @@ class Unpickler(pickle.Unpickler):
             raise CheckpointError(f"{self._where}: a tensor has no bytes or no dtype: {NEXT}")
         size, read = dtype.itemsize, storage.read
 
-        def numbers(first: int, wanted: int) -> bytes:
+        def numbers(first: int, wanted: int) -> bytearray:
             return read(first * size, wanted * size)
 
-        whole = Storage(dtype, storage.count // size, numbers, storage.start)
+        whole = Storage(dtype, storage.count // size, numbers)
         return self._laid(whole, offset, shape, strides)
 
     def _laid(
         self, storage: object, offset: object, shape: object, strides: object, *_: object
     ) -> Laid:
-        sizes = _sizes((offset,)), _sizes(shape), _sizes(strides)
+        sizes = numbers((offset,)), numbers(shape), numbers(strides)
         if not isinstance(storage, Storage) or None in sizes:
             raise CheckpointError(f"{self._where}: a tensor has no storage or no shape: {NEXT}")
         ((first,), lengths, steps) = cast("tuple[tuple[int, ...], ...]", sizes)
@@ -365,15 +348,6 @@ def _first(value: object, *_: object) -> object:
 def _made(kind: object, *_: object) -> object:
     """Return a record of an object; pickles before protocol 2 create objects by this function."""
     return kind() if isinstance(kind, type) and issubclass(kind, Inert) else Inert(kind)
-
-
-def _sizes(value: object) -> tuple[int, ...] | None:
-    if not isinstance(value, tuple | list):
-        return None
-    items = cast("tuple[object, ...] | list[object]", value)
-    if not all(type(item) is int and item >= 0 for item in items):
-        return None
-    return cast("tuple[int, ...]", tuple(items))
 
 
 def whole_booleans(tensor: Tensor, what: str) -> Tensor:
@@ -438,8 +412,9 @@ def numbers(value: object) -> tuple[int, ...] | None:
 
 def kind_of(value: object) -> str:
     """Return the name of a class or of a value's class, without its module, which changes with releases."""
-    if isinstance(value, Sealed):
-        return value.origin.rpartition(".")[2]
-    return (
-        type(value).origin.rpartition(".")[2] if isinstance(value, Inert) else type(value).__name__
-    )
+    return origin_of(value).rpartition(".")[2]
+
+
+def origin_of(value: object) -> str:
+    """Return the name of a class or of a value's class, as in the pickle."""
+    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__

@@ -10,13 +10,7 @@ from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, divided
 from covmerge.files.checkpoints.part import as_part
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, StoredTensor
-from covmerge.files.checkpoints.view import (
-    WRAPPERS,
-    View,
-    differences,
-    respelled,
-    without_wrappers,
-)
+from covmerge.files.checkpoints.view import WRAPPERS, View, differences, respelled, without_wrappers
 
 _PARALLEL = "module."  # prefix of DistributedDataParallel, DataParallel and AveragedModel
 _PEFT = "base_model.model."  # PeftModel's prefix; the model may have no adapter any more
@@ -29,11 +23,7 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
 
     `module.` before all names is removed, and so are wrappers of single modules. The tensors of an
     expert that the base has under an equivalent name (`respelled`), or in other pieces
-    (`conversions`), are shown as in the base.
-
-    Args:
-        checkpoint: the checkpoint. An adapter is returned unchanged.
-        base: the base, if the checkpoint is an expert.
+    (`conversions`), are shown as in the base. An adapter is returned unchanged.
 
     Example:
         >>> import torch

@@ -21,10 +21,7 @@ from covmerge.files.stores.hub_cache import HubModel
 class View(Kind):
     """A view of a checkpoint with other names; subclasses change other things.
 
-    Args:
-        stored: the checkpoint.
-        names: for each tensor that is shown, its stored name by its new name; None: all, unchanged.
-        notes: notes for the user.
+    `names` has the stored name of each tensor that is shown, by its new name; None: all, unchanged.
     """
 
     def __init__(

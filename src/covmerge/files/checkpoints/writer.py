@@ -18,8 +18,8 @@ from torch import Tensor
 from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
-from covmerge.files.stores.local import local_store
-from covmerge.files.stores.store import StoredFile, WritableStore
+from covmerge.files.stores.local import LocalFolder, local_store
+from covmerge.files.stores.store import StoredFile
 
 _CHUNK = 8 << 20  # bytes read back at a time
 
@@ -33,7 +33,7 @@ class ShardWriter:
     limited and a writer can be sent to another process.
 
     Args:
-        folder: an existing folder, or another store.
+        folder: an existing folder.
         layout: the place of each tensor.
         made: whether another process has created the files; then nothing is created.
 
@@ -52,7 +52,7 @@ class ShardWriter:
         True
     """
 
-    def __init__(self, folder: Path | WritableStore, layout: Layout, *, made: bool = False) -> None:
+    def __init__(self, folder: Path | LocalFolder, layout: Layout, *, made: bool = False) -> None:
         self._store = local_store(folder)
         self._shards = {name: shard for shard in layout.shards for name in shard.entries}
         self._files = [shard.file_name for shard in layout.shards]
@@ -61,11 +61,6 @@ class ShardWriter:
                 _refuse_different(StoredFile(self._store, shard.file_name), shard)
         else:
             _create_missing(self._store, layout)
-
-    @property
-    def in_files(self) -> bool:
-        """Whether the shards are files of this machine, so that any process here can write to them."""
-        return self._store.folder is not None
 
     def write(self, name: str, tensor: Tensor, rows: range | None = None) -> str:
         """Write a tensor, or `rows` of its first axis, and return the checksum of the bytes.
@@ -82,7 +77,7 @@ class ShardWriter:
         if slot.header.dtype.is_complex and not tensor.is_complex():
             tensor = torch.view_as_complex(tensor)
         _refuse_unplanned(tensor, slot, rows)
-        data = _bytes_of(tensor)
+        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().data  # without a copy
         with self._missed():
             self._store.write(file_name, data, offset)
         # A checksum finds writes that a crash tore, not manipulation; a hash would take much longer.
@@ -128,7 +123,7 @@ class ShardWriter:
             yield
         except InputError as error:
             folder = self._store.folder
-            if folder is None or folder.exists():
+            if folder.exists():
                 raise
             raise InputError(
                 f"there is no {folder} on {platform.node()}: machines that share a merge all write there, "
@@ -143,7 +138,7 @@ class ShardWriter:
         return shard.file_name, shard.entries[name]
 
 
-def _create_missing(store: WritableStore, layout: Layout) -> None:
+def _create_missing(store: LocalFolder, layout: Layout) -> None:
     missing: list[Shard] = []
     for shard in layout.shards:
         if store.exists(shard.file_name):
@@ -193,8 +188,3 @@ def _refuse_unplanned(tensor: Tensor, slot: Slot, rows: range | None) -> None:
             f"'{header.name}' is not plain contiguous memory of the CPU (device {tensor.device}, "
             f"strides {tensor.stride()}): call .cpu().contiguous().resolve_conj() on it"
         )
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's memory as bytes, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -24,15 +24,10 @@ _NO_SLASHES = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """A file or folder on a server; `str` gives the form that recipes have.
-
-    Attributes:
-        scheme: the scheme of the address.
-        path: bucket or host, followed by the path in it, without a slash at either end.
-    """
+    """A file or folder on a server; `str` gives the form that recipes have."""
 
     scheme: str
-    path: str
+    path: str  # bucket or host, followed by the path in it, without a slash at either end
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
@@ -105,11 +100,6 @@ def hub_address(given: str | Path) -> HubId | None:
     return named
 
 
-def is_elsewhere(given: str | Path) -> bool:
-    """Return whether the text is an address rather than a local path."""
-    return any(form.match(str(given)) for form in (_SCHEME, _NO_SLASHES))
-
-
 def local_path(given: str | Path) -> Path:
     """Return the path that a user gave for something that can only be local.
 
@@ -124,7 +114,7 @@ def local_path(given: str | Path) -> Path:
         covmerge.base.errors.InputError: s3://bucket/base is an address, and a path of this machine is \
 needed here: copy what lies there to a folder, and name that
     """
-    if not is_elsewhere(given):
+    if not any(form.match(str(given)) for form in (_SCHEME, _NO_SLASHES)):
         return Path(given)
     shown = (hub_address(given) and str(given)) or str(address_of(given))
     raise InputError(

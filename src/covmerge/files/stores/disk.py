@@ -24,9 +24,7 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 def disk_errors(path: Path, needed: int | None = None) -> Generator[None, None, None]:
     """Turn an `OSError` raised while writing `path` into an error with a next step.
 
-    Args:
-        path: the file or folder being written.
-        needed: bytes that the work still needs space for; None: not many.
+    `needed` are the bytes that the work still needs space for; None: not many.
 
     Raises:
         ResourceError: the disk or a quota is full, or the file is larger than allowed.

@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from covmerge.base.errors import CheckpointError
 from covmerge.files.stores.hub_cache import is_commit
-from covmerge.files.stores.store import Stamp
+from covmerge.files.stores.store import Opened, Stamp
 
 TIMEOUT = 30.0  # seconds without a byte
 
@@ -67,20 +67,13 @@ class HubStore:
     """The files of one commit, which fixes every byte; the store is read-only.
 
     A branch is resolved once (`find`), so that a push meanwhile cannot mix two commits.
-
-    Attributes:
-        source: the source as the user wrote it, for errors.
-        name: `org/name`.
-        commit: the full hash.
-        sizes: size of each file in bytes, by name.
-        prefix: the folder of the repository that the store shows, with its `/`.
     """
 
-    source: str
-    name: str
-    commit: str
-    sizes: Mapping[str, int]
-    prefix: str = ""
+    source: str  # the source as the user wrote it, for errors
+    name: str  # `org/name`
+    commit: str  # the full hash
+    sizes: Mapping[str, int]  # size of each file in bytes, by name
+    prefix: str = ""  # the folder of the repository that the store shows, with its `/`
 
     folder = None
 
@@ -96,7 +89,9 @@ class HubStore:
             about: Any = json.loads(answer)
             commit: Any = about["sha"]
             sizes: dict[Any, Any] = {file["rfilename"]: file["size"] for file in about["siblings"]}
-            whole = all(isinstance(file, str) and _is_size(size) for file, size in sizes.items())
+            whole = all(isinstance(file, str) for file in sizes) and all(
+                isinstance(size, int) and size >= 0 for size in sizes.values()
+            )
         except (ValueError, TypeError, LookupError, RecursionError):  # the answer may be anything
             commit, sizes, whole = None, {}, False
         if not (isinstance(commit, str) and is_commit(commit) and whole):
@@ -196,23 +191,14 @@ class HubStore:
     def fetch(self, name: str, offset: int, count: int) -> bytes:
         """Fetch `count` bytes of a file, and read no further even if the server ignores ranges."""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        # With an encoding, the range would be one of compressed bytes.
-        wanted = {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
+        url = hf_hub_url(self.name, f"{self.prefix}{name}", revision=self.commit)
+        wanted = {"Range": f"bytes={offset}-{offset + count - 1}"}
         found = bytearray()
         with (
             _named_errors(self.source, self.name, self.commit),
-            http_stream_backoff(
-                "GET",
-                hf_hub_url(self.name, f"{self.prefix}{name}", revision=self.commit),
-                headers={**build_hf_headers(), **wanted},
-                timeout=TIMEOUT,
-            ) as response,
+            _answer(url, wanted) as response,
         ):
-            if response.is_error:
-                response.read()
-            hf_raise_for_status(response)
             before = 0 if _is_range(response, offset) else offset
             for chunk in response.iter_bytes():
                 found += chunk[before:]
@@ -227,19 +213,14 @@ class HubStore:
         return bytes(found[:count])
 
 
-class _Ranges:
-    """A file that is read by requests; see `Opened`. Small reads read ahead, large ones do not."""
+class _Ranges(Opened):
+    """A file that is read by requests. Small reads read ahead, large ones do not."""
 
     def __init__(self, store: HubStore, name: str, stamp: Stamp) -> None:
         self._store = store
         self._name = name
         self._start, self._held = 0, b""
         self.stamp = stamp
-
-    def __enter__(self) -> _Ranges:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
 
     def read_at(self, target: memoryview, offset: int) -> int:
         wanted = min(len(target), max(0, self.stamp[0] - offset))
@@ -257,27 +238,13 @@ class _Ranges:
 def _told(source: str, name: str, revision: str | None) -> bytes:
     """Return the API's answer about a repository; the client would accept an answer of any length."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import (
-        build_hf_headers,
-        hf_raise_for_status,
-        http_stream_backoff,
-        validate_repo_id,
-    )
+    from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(name)
     of = "" if revision is None else f"/revision/{quote(revision, safe='')}"
+    url = f"{constants.ENDPOINT}/api/models/{name}{of}"
     answer = bytearray()
-    with http_stream_backoff(
-        "GET",
-        f"{constants.ENDPOINT}/api/models/{name}{of}",
-        params={"blobs": True},
-        headers={**build_hf_headers(), "Accept-Encoding": "identity"},
-        timeout=TIMEOUT,
-        max_retries=0,  # a user is waiting
-    ) as response:
-        if response.is_error:
-            response.read()
-        hf_raise_for_status(response)
+    with _answer(url, {}, params={"blobs": True}, max_retries=0) as response:  # a user is waiting
         for chunk in response.iter_bytes():
             answer += chunk
             if len(answer) > _MOST_TOLD:
@@ -288,8 +255,17 @@ def _told(source: str, name: str, revision: str | None) -> bytes:
     return bytes(answer)
 
 
-def _is_size(size: object) -> bool:
-    return isinstance(size, int) and size >= 0
+@contextmanager
+def _answer(url: str, headers: Mapping[str, str], **options: Any) -> Generator[Any]:
+    """Ask the Hub; with an encoding, a range would be one of compressed bytes."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    wanted = {**build_hf_headers(), "Accept-Encoding": "identity", **headers}
+    with http_stream_backoff("GET", url, headers=wanted, timeout=TIMEOUT, **options) as response:
+        if response.is_error:
+            response.read()
+        hf_raise_for_status(response)
+        yield response
 
 
 def _is_range(response: Any, offset: int) -> bool:

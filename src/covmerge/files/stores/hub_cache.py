@@ -15,15 +15,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubModel:
-    """A model of the Hub at one commit.
+    """A model of the Hub at one commit."""
 
-    Attributes:
-        name: `org/name`; the oldest models have no `org`.
-        commit: the full hash.
-    """
-
-    name: str
-    commit: str
+    name: str  # `org/name`; the oldest models have no `org`
+    commit: str  # the full hash
 
 
 def is_commit(name: str) -> bool:

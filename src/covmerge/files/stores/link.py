@@ -29,6 +29,7 @@ WAITS = (0.2, 0.4, 0.8, 1.6, 3.2)  # seconds before each further attempt, on ave
 LONGEST = 600.0  # seconds that a request may take: for the largest one, 14 KB/s
 
 _AGAIN = frozenset({408, 409, 425, 429})  # client errors that may pass
+_TOO_MUCH = (429, 503)  # the server gets more requests than it can or will answer
 _ANSWERS = frozenset({"ClientResponseError", "HttpError"})  # error classes of aiohttp and gcsfs
 _NO_CREDENTIALS = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
@@ -59,9 +60,7 @@ class FailedError(OSError):
 async def persist(request: Callable[[], Awaitable[Found]], longest: float | None = None) -> Found:
     """Carry out a request, and repeat it if it fails for the moment.
 
-    Args:
-        request: the function that makes the request.
-        longest: seconds that one attempt may take; None: those of a read.
+    One attempt may take `longest` seconds; None: those of a read.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -91,16 +90,6 @@ async def all_of(requests: Iterable[Coroutine[Any, Any, Found]]) -> list[Found]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-def passes(error: Exception) -> bool:
-    """Return whether another attempt may succeed after this error."""
-    return _final(error) is None
-
-
-def is_too_much(error: Exception) -> bool:
-    """Return whether an error says that the server gets more requests than it can or will answer."""
-    return _answer(error)[0] in (429, 503)
 
 
 def _final(error: Exception) -> OSError | None:
@@ -214,8 +203,8 @@ class Link:
             await request()
         except Exception as error:  # each library has its own errors
             # Ignore failures of requests started under the previous limit.
-            if passes(error) and began >= self._changed:
-                self._failed(too_much=is_too_much(error))
+            if _final(error) is None and began >= self._changed:
+                self._failed(too_much=_answer(error)[0] in _TOO_MUCH)
             raise
         self._account()
         self._bytes += size
@@ -281,5 +270,4 @@ class Link:
 @cache
 def link_to(server: str) -> Link:
     """Return this process's one link to a server, which is given by scheme and host or bucket."""
-    del server
     return Link()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -12,20 +12,19 @@ from typing import TypeVar
 from covmerge.files.stores.disk import disk_errors, fsync_path
 from covmerge.files.stores.paths import safe_child
 from covmerge.files.stores.regular_file import is_own, open_raw, opened, read_at, reserve, write_at
-from covmerge.files.stores.store import Stamp, Store, StoredFile, WritableFile, stamp_of
+from covmerge.files.stores.store import Opened, Stamp, Store, StoredFile, stamp_of
 
 AnyStore = TypeVar("AnyStore", bound=Store)
-AnyFile = TypeVar("AnyFile", bound=StoredFile)
 
 
 class LocalFolder:
     r"""The files of a folder. None stays open between calls, so the store can be sent to another process.
 
     A file may be read through a link. Nothing is written or resumed through a link, symbolic or hard.
+    Any thread may write, also over another thread's files. An impossible write raises an InputError, and a
+    lack of space a ResourceError.
 
-    Args:
-        folder: the folder; it exists, unless it is an inner one.
-        inner: whether it lies in another store, and is created when something is put into it.
+    The folder exists, unless it is an inner one: that is created when something is put into it.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -73,9 +72,15 @@ class LocalFolder:
         return LocalFolder(self._folder / folder, inner=True) if folder else self
 
     def exists(self, name: str) -> bool:
+        """Return whether the name is taken, by an entry of any kind."""
         return os.path.lexists(self._folder / name)
 
     def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
+        """Create a file, or replace an existing one, as a whole or not at all.
+
+        It has `size` bytes, for which space is reserved, and begins with `start`. An error names the bytes
+        that are `needed` in all.
+        """
         path = self._folder / name
         unfinished = path.with_name(unfinished_name(path.name))  # never half-made under its name
         with disk_errors(path, needed):
@@ -91,12 +96,18 @@ class LocalFolder:
                 unfinished.unlink(missing_ok=True)
                 raise
 
+    def put(self, name: str, content: bytes) -> None:
+        """Create a small file, or replace the content of an existing one, as a whole or not at all."""
+        self.create(name, len(content), content, needed=len(content))
+
     def write(self, name: str, data: memoryview, offset: int) -> None:
+        """Write all of the data into an existing file."""
         path = self._folder / name
         with disk_errors(path, len(data)), opened(path, os.O_WRONLY) as fd:
             write_at(fd, data, offset)
 
     def append(self, name: str, data: bytes) -> None:
+        """Append data to a file, or leave the file as it was."""
         path = self._folder / name
         with disk_errors(path), opened(path, os.O_WRONLY | os.O_APPEND) as fd:
             size = os.fstat(fd).st_size
@@ -110,6 +121,7 @@ class LocalFolder:
             os.ftruncate(fd, size)
 
     def remove(self, name: str) -> None:
+        """Remove a file, or an empty folder."""
         path = self._folder / name
         with disk_errors(path):
             if path.is_dir() and not path.is_symlink():
@@ -117,7 +129,26 @@ class LocalFolder:
             else:
                 path.unlink()
 
+    def remove_others(self, keep: Collection[str], inside: str = "") -> list[str]:
+        """Remove everything except some regular files, and return the paths of what was removed.
+
+        Folders that become empty are removed too, without being returned. `inside` begins all paths.
+        """
+        removed: list[str] = []
+        for folder in self.folders():
+            inner = self.inside(folder)
+            removed += inner.remove_others(keep, f"{inside}{folder}/")
+            if self.exists(folder) and not inner._entries():
+                self.remove(folder)
+        for name in self.names():
+            path = f"{inside}{name}"
+            if path not in keep or not self.is_file(name, follow=False):
+                self.remove(name)
+                removed.append(path)
+        return removed
+
     def flush(self, names: Sequence[str]) -> None:
+        """Wait until files and their names would survive a power loss."""
         for path in (*(self._folder / name for name in names), self._folder):
             with disk_errors(path):
                 fsync_path(path)
@@ -130,21 +161,15 @@ class LocalFolder:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
 
 
-class OpenedFile:
-    """An open file; see `Opened`."""
+class OpenedFile(Opened):
+    """An open file of this machine."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
-
-    def __enter__(self) -> OpenedFile:
-        return self
+        self.stamp = stamp_of(os.fstat(file.fileno()))
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-    @property
-    def stamp(self) -> Stamp:
-        return stamp_of(os.fstat(self._file.fileno()))
 
     def read_at(self, target: memoryview, offset: int) -> int:
         return read_at(self._file, target, offset)
@@ -160,6 +185,6 @@ def local_store(given: Path | AnyStore) -> AnyStore | LocalFolder:
     return LocalFolder(given) if isinstance(given, Path) else given
 
 
-def local_file(given: Path | AnyFile) -> AnyFile | WritableFile:
+def local_file(given: Path | StoredFile) -> StoredFile:
     """Return a file of a store; a path is turned into the file of a local folder."""
-    return WritableFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given
+    return StoredFile(LocalFolder(given.parent), given.name) if isinstance(given, Path) else given

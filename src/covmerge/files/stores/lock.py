@@ -43,7 +43,6 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / _NAME
-        self.works = True
         while True:
             try:
                 if folder.is_symlink():  # the link's target would be emptied
@@ -55,7 +54,10 @@ class Lock:
                     raise
                 continue  # a process that just ended removed the folder
             try:
-                self._lock(fd)
+                locked = _lock(fd)
+                if locked is False:
+                    raise TakenError
+                self.works = locked is not None
                 if _is_open_at(fd, self._path):
                     self._fd: int | None = fd
                     return
@@ -113,17 +115,6 @@ class Lock:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
 
-    def _lock(self, fd: int) -> None:
-        try:
-            taken = not lock_descriptor(fd, blocking=False)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            self.works = False
-        else:
-            if taken:
-                raise TakenError
-
 
 @contextmanager
 def held_file(path: Path) -> Generator[bool]:
@@ -153,14 +144,19 @@ def remove_abandoned(path: Path) -> None:
 
 def _is_taken(fd: int, *, unknown: bool = False) -> bool:
     """Lock an open file, and return whether another process has; `unknown` if there are no locks."""
-    if os.name == "nt":  # which neither writes to a locked file nor renames an open one
-        return unknown
+    # Windows neither writes to a locked file nor renames an open one.
+    locked = None if os.name == "nt" else _lock(fd)
+    return unknown if locked is None else not locked
+
+
+def _lock(fd: int) -> bool | None:
+    """Lock an open file; False: another process has it; None: the file system has no locks."""
     try:
-        return not lock_descriptor(fd, blocking=False)
+        return lock_descriptor(fd, blocking=False)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return unknown
+        return None
 
 
 def _is_open_at(fd: int, path: Path) -> bool:

@@ -14,9 +14,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
+from copy import copy
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
 
 from covmerge.base.errors import InputError
 from covmerge.files.stores.address import OBJECTS, Address, address_of, local_path
@@ -24,7 +27,7 @@ from covmerge.files.stores.link import all_of, link_to, persist
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.servers import CheckedFile, FileStat, ObjectServer, PageServer, Server
-from covmerge.files.stores.store import Stamp
+from covmerge.files.stores.store import Opened, Stamp
 
 Found = TypeVar("Found")
 
@@ -48,7 +51,9 @@ class RemoteStore:
     def __init__(self, server: Server, path: str) -> None:
         self._server = server
         self._path = path
-        self._known = _Known()
+        self._stats = _Recent[FileStat](_FRESH)
+        self._listings = _Recent[Mapping[str, FileStat | None]](_LISTED)
+        self._sums: dict[tuple[str, FileStat], CheckedFile] = {}
         self._windows = _Windows()
 
     def __str__(self) -> str:
@@ -85,39 +90,41 @@ class RemoteStore:
     def open(self, name: str, *, follow: bool = True) -> RemoteFile:
         del follow
         path, stat = self._at(name), self._stat(name)
-        sums = None if stat.version else self._known.sums(path, stat)
+        sums = None
+        if not stat.version:
+            sums = self._sums.setdefault((path, stat), CheckedFile(stat.size))
         return RemoteFile(self._server, path, stat, self._windows, sums)
 
     def inside(self, folder: str) -> RemoteStore:
         if not folder:
             return self
-        inner = RemoteStore(self._server, self._at(folder))
-        inner._known, inner._windows = self._known, self._windows
+        inner = copy(self)  # which shares the answers and windows
+        inner._path = self._at(folder)
         return inner
 
     def _at(self, name: str) -> str:
         return self._server.inside(self._path, name)
 
     def _listed(self) -> Mapping[str, FileStat | None]:
-        found = self._known.listing(self._path)
+        found = self._listings.get(self._path)
         if found is None:
             found = ask(self._server, lambda: self._server.listed(self._path))
-            self._known.put_listing(self._path, found)
+            self._listings.put(self._path, found)
             for name, stat in found.items():
                 if stat is not None:
-                    self._known.put(self._at(name), stat)
+                    self._stats.put(self._at(name), stat)
         return found
 
     def _stat(self, name: str, *, anew: bool = False) -> FileStat:
         path = self._at(name)
-        if anew or (stat := self._known.get(path)) is None:
+        if anew or (stat := self._stats.get(path)) is None:
             stat = ask(self._server, lambda: self._server.stat(path))
-            self._known.put(path, stat)
+            self._stats.put(path, stat)
         return stat
 
 
-class RemoteFile:
-    """A file that is read by requests; see `Opened`."""
+class RemoteFile(Opened):
+    """A file that is read by requests."""
 
     def __init__(
         self, server: Server, path: str, stat: FileStat, windows: _Windows, sums: CheckedFile | None
@@ -130,11 +137,6 @@ class RemoteFile:
         self._link = link_to("/".join(server.shown(path).split("/")[:3]))
         self.stamp = _stamp(stat)
 
-    def __enter__(self) -> RemoteFile:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
     def read_at(self, target: memoryview, offset: int) -> int:
         count = min(len(target), max(0, self._stat.size - offset))
         if not count:
@@ -144,10 +146,10 @@ class RemoteFile:
             return count
         held = self._windows.find(self._path, self._stat, offset)
         if held is None:
-            start, length = self._windows.next(self._path, self._stat, offset)
-            data = bytearray(min(max(count, length), self._stat.size - start))
-            self._fetch(memoryview(data), start)
-            held = _Window(self._stat, start, bytes(data))
+            length = self._windows.next(self._path, self._stat, offset)
+            data = bytearray(min(max(count, length), self._stat.size - offset))
+            self._fetch(memoryview(data), offset)
+            held = _Window(self._stat, offset, bytes(data))
             self._windows.keep(self._path, held)
         begin = offset - held.start
         found = memoryview(held.data)[begin : begin + count]
@@ -201,11 +203,13 @@ def _taken(missing: list[range], size: int) -> range:
     return run[:size]
 
 
+@dataclass(frozen=True)
 class _Window:
     """Bytes of a file that are held in memory, from `start` on."""
 
-    def __init__(self, stat: FileStat, start: int, data: bytes) -> None:
-        self.stat, self.start, self.data = stat, start, data
+    stat: FileStat
+    start: int
+    data: bytes
 
     @property
     def end(self) -> int:
@@ -221,18 +225,20 @@ class _Windows:
 
     def find(self, path: str, stat: FileStat, offset: int) -> _Window | None:
         """Return the window that has the byte at an offset; None: there is none."""
-        with self._lock:
-            held = self._held.get(path)
-        fits = held is not None and held.stat == stat and held.start <= offset < held.end
-        return held if fits else None
+        held = self._last(path, stat)
+        return held if held is not None and held.start <= offset < held.end else None
 
-    def next(self, path: str, stat: FileStat, offset: int) -> tuple[int, int]:
-        """Return the start and the length of the window to fetch for an offset."""
+    def next(self, path: str, stat: FileStat, offset: int) -> int:
+        """Return the length of the window to fetch from an offset on."""
+        held = self._last(path, stat)
+        if held is None or offset != held.end:
+            return _WINDOW
+        return min(2 * len(held.data), _WIDEST)
+
+    def _last(self, path: str, stat: FileStat) -> _Window | None:
         with self._lock:
             held = self._held.get(path)
-        if held is None or held.stat != stat or offset != held.end:
-            return offset, _WINDOW
-        return offset, min(2 * len(held.data), _WIDEST)
+        return held if held is not None and held.stat == stat else None
 
     def keep(self, path: str, window: _Window) -> None:
         """Hold a window, and drop the oldest windows that exceed the total size."""
@@ -243,35 +249,19 @@ class _Windows:
                 self._held.popitem(last=False)
 
 
-class _Known:
-    """The server's answers about files, with their times."""
+class _Recent(Generic[Found]):
+    """The server's answers by path, which are used for some seconds."""
 
-    def __init__(self) -> None:
-        self._stats: dict[str, tuple[float, FileStat]] = {}
-        self._sums: dict[tuple[str, FileStat], CheckedFile] = {}
-        self._listings: dict[str, tuple[float, Mapping[str, FileStat | None]]] = {}
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._answers: dict[str, tuple[float, Found]] = {}
 
-    def get(self, path: str) -> FileStat | None:
-        """Return a recent answer about a file; None: there is none."""
-        asked, stat = self._stats.get(path, (0.0, None))
-        return stat if time.monotonic() - asked < _FRESH else None
+    def get(self, path: str) -> Found | None:
+        asked, found = self._answers.get(path, (0.0, None))
+        return found if time.monotonic() - asked < self._seconds else None
 
-    def put(self, path: str, stat: FileStat) -> None:
-        """Keep an answer about a file."""
-        self._stats[path] = (time.monotonic(), stat)
-
-    def sums(self, path: str, stat: FileStat) -> CheckedFile:
-        """Return the checksums of a file for which the server has no version."""
-        return self._sums.setdefault((path, stat), CheckedFile(stat.size))
-
-    def listing(self, path: str) -> Mapping[str, FileStat | None] | None:
-        """Return a recent listing of a folder; None: there is none."""
-        asked, found = self._listings.get(path, (0.0, None))
-        return found if time.monotonic() - asked < _LISTED else None
-
-    def put_listing(self, path: str, found: Mapping[str, FileStat | None]) -> None:
-        """Keep the listing of a folder."""
-        self._listings[path] = (time.monotonic(), found)
+    def put(self, path: str, found: Found) -> None:
+        self._answers[path] = (time.monotonic(), found)
 
 
 def remote_store(address: Address) -> RemoteStore:
@@ -298,8 +288,9 @@ def store_at(given: str | Path) -> LocalFolder | RemoteStore:
 
 def server_at(address: Address) -> tuple[Server, str]:
     """Return the server of an address, and the server's name of the place."""
-    of_objects = address.scheme in OBJECTS
-    return ObjectServer.at(address) if of_objects else PageServer.at(address)
+    if address.scheme in OBJECTS:
+        return ObjectServer(address.scheme), address.path
+    return PageServer(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
 
 
 def ask(

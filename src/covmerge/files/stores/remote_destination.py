@@ -35,7 +35,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import some
 from covmerge.files.stores.address import OBJECTS, Address
-from covmerge.files.stores.destination import LocalDestination
+from covmerge.files.stores.destination import Destination
 from covmerge.files.stores.disk import UNFINISHED, disk_errors, replace_file
 from covmerge.files.stores.remote import RemoteStore, ask
 from covmerge.files.stores.servers import ObjectServer
@@ -47,8 +47,11 @@ _MOST_OF_A_CLAIM = 2**24
 _SEND = 6 * 3600.0  # seconds for one file
 
 
-class RemoteDestination:
-    """A folder of a bucket that an output becomes; see `Destination`.
+class RemoteDestination(Destination):
+    """A folder of a bucket that an output becomes.
+
+    It cannot replace everything in one step, so covmerge.json is written last: without it nothing counts as
+    an output.
 
     Raises:
         InputError: no output can be written there, or the required packages are not installed.
@@ -62,30 +65,23 @@ class RemoteDestination:
             )
         self._address = address
         self._place = _place(address)
+        super().__init__(self._place / "merged")
         self._token = self._place / "token"
         self._made = self._place / "made"
         self._shared = False
-        self._taken = False
         self._present = set[str]()  # files in the last listing
-        self._staged = LocalDestination(self._place / "merged")
-        self._server, self._path = ObjectServer.at(address, writing=True)
-        self.work = self._staged.work
-        self.journal = self._staged.journal
+        self._server = ObjectServer(address.scheme, writing=True)
 
     def __str__(self) -> str:
         return str(self._address)
 
     @property
     def output(self) -> RemoteStore:
-        """See `Destination.output`; each call returns a new store, which asks the server again."""
-        return RemoteStore(self._server, self._path)
-
-    @property
-    def aside(self) -> str:
-        return self._staged.aside
+        """The store of the output; each call returns a new one, which asks the server again."""
+        return RemoteStore(self._server, self._address.path)
 
     def share(self) -> None:
-        """See `Destination.share`: without COVMERGE_CACHE each machine has its own place of work."""
+        """Check that all machines have the same place of work, which they have by COVMERGE_CACHE alone."""
         if not is_cache_named():
             raise InputError(
                 f"{self} is made in a folder first, in which all that share the work write: set "
@@ -99,7 +95,7 @@ class RemoteDestination:
         return False
 
     def occupant(self) -> object | None:
-        """See `Destination.occupant`; the remains of an upload from here that broke off do not count."""
+        """Return the stamps of its files; remains of an upload from here that broke off do not count."""
         with self._reached():
             if self._is_file():
                 raise InputError(f"the output {self} exists and is no folder: choose another name")
@@ -111,16 +107,15 @@ class RemoteDestination:
         return found or None
 
     def take(self) -> bool:
-        """See `Destination.take`: the lock holds on this machine."""
-        taken = self._staged.take()
-        self._taken = True
+        """Lock the destination on this machine."""
+        taken = super().take()
         with suppress(OSError):  # such a file does no harm
             for left in self._place.glob(UNFINISHED):  # left by a process that was killed
                 left.unlink(missing_ok=True)
         return taken
 
     def recover(self) -> bool:
-        """See `Destination.recover`: the remains of an upload that broke off are removed.
+        """Remove the remains of an upload that broke off; no old output is restored.
 
         An output that is replaced loses its covmerge.json before anything is sent. If covmerge.json is
         there, all of the output is.
@@ -128,19 +123,13 @@ class RemoteDestination:
         with self._reached():
             claim = self._claim()
             if claim is not None:
-                if not self._has(_MANIFEST):
+                if not self.output.is_file(_MANIFEST):
                     self._remove(claim.files)
                 self._remove([_CLAIM])
         return False
 
-    def begun(self) -> bool:
-        return self._staged.begun()
-
-    def begin(self) -> None:
-        self._staged.begin()
-
     def publish(self) -> None:
-        """See `Destination.publish`: weights are sent first, then config and index, covmerge.json last.
+        """Send the weights first, then config and index, and covmerge.json last.
 
         Raises:
             InputError: another machine is sending there, or the server fails; the work is kept.
@@ -167,14 +156,10 @@ class RemoteDestination:
                 self._made.unlink(missing_ok=True)
             self._remove([_CLAIM])
 
-    def release(self) -> None:
-        self._staged.release()
-        self._taken = False
-
     def discard(self) -> None:
-        self._staged.discard()
-        if self._taken:
-            self._taken = False
+        taken = self._lock is not None
+        super().discard()
+        if taken:
             with suppress(OSError):  # another process works here now
                 self._token.unlink(missing_ok=True)
                 self._place.rmdir()
@@ -193,7 +178,7 @@ class RemoteDestination:
         return str(self.output.stamp(_MANIFEST))
 
     def _is_file(self) -> bool:
-        parent, _, name = self._path.rpartition("/")
+        parent, _, name = self._address.path.rpartition("/")
         return RemoteStore(self._server, parent).is_file(name)
 
     def _claim(self) -> _Claim | None:
@@ -212,7 +197,7 @@ class RemoteDestination:
         token = self._token.read_text() if self._token.exists() else None
         if claim is None or claim.upload != token:
             # The sender may have finished by now, and removed its token.
-            if self._shared and not self._has(_CLAIM):
+            if self._shared and not self.output.is_file(_CLAIM):
                 return None
             raise InputError(
                 f"{file} says that {self} is being written from another machine, or that an upload from "
@@ -256,20 +241,13 @@ class RemoteDestination:
                 f"The work is kept: go on with {Hint('resume')}"
             )
 
-    def _has(self, name: str) -> bool:
-        try:
-            self.output.stamp(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             path = self._at(name)
             ask(self._server, lambda path=path: self._server.remove(path))
 
     def _at(self, name: str) -> str:
-        return self._server.inside(self._path, name)
+        return self._server.inside(self._address.path, name)
 
     @contextmanager
     def _reached(self) -> Generator[None]:
@@ -282,7 +260,7 @@ class RemoteDestination:
                 said += (
                     ": check the address and the credentials in the environment (docs/remote.md)"
                 )
-            if self._taken:
+            if self._lock is not None:
                 then += f" with {Hint('resume')}, which goes on with finished work"
             raise InputError(f"{self} cannot be reached or written: {said}, {then}") from None
 

@@ -12,67 +12,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote, urljoin, urlsplit, urlunsplit
 
 from covmerge.base.errors import InputError
-from covmerge.files.stores.address import PAGES, Address
+from covmerge.files.stores.address import PAGES
 from covmerge.files.stores.link import MOST, ChangedError, RefusedError
 
-# The interface of a server, and the check of files for which a server has no version.
+# Both kinds of servers have the same methods. Their coroutines run in `loop`, an event loop with its own
+# thread. A path is the server's name of a file or folder. Failures raise any error of a library; `persist`
+# decides which are worth another attempt.
 
 
 @dataclass(frozen=True)
 class FileStat:
-    """A server's answer about a file.
+    """A server's answer about a file."""
 
-    Attributes:
-        size: size in bytes.
-        version: a text that changes with every change of the file; "": the server has none.
-    """
-
-    size: int
-    version: str
-
-
-class Server(Protocol):
-    """A server, asked by coroutines that run in `loop`; a path is the server's name of a file or folder.
-
-    Failures raise any error of a library (`persist` decides which are worth another attempt).
-    """
-
-    @property
-    def loop(self) -> Any:
-        """The event loop, which runs in its own thread."""
-        ...
-
-    def inside(self, folder: str, name: str) -> str:
-        """Return the path of an entry of a folder."""
-        ...
-
-    def shown(self, path: str) -> str:
-        """Return a path in the form that recipes have."""
-        ...
-
-    async def stat(self, path: str) -> FileStat:
-        """Return the server's answer about a file.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        ...
-
-    async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
-        """Return the entries of a folder by name; None stands for a folder."""
-        ...
-
-    async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
-        """Fill memory from a place in a file, or raise an error.
-
-        Raises:
-            ChangedError: the file is no longer the one that `stat` describes.
-        """
-        ...
+    size: int  # in bytes
+    version: str  # a text that changes with every change of the file; "": the server has none
 
 
 _BLOCK = 2**20
@@ -132,28 +89,31 @@ class PageServer:
         self._system = system
         self.loop = system.loop
 
-    @classmethod
-    def at(cls, address: Address) -> tuple[PageServer, str]:
-        """Return the server of an address, and the server's name of the place."""
-        return cls(), f"{address.scheme}://{quote(address.path, safe=':/%[]')}"
-
     def inside(self, folder: str, name: str) -> str:
+        """Return the path of an entry of a folder."""
         return f"{folder}/{quote(name)}"
 
     def shown(self, path: str) -> str:
+        """Return a path in the form that recipes have."""
         return path
 
     async def stat(self, path: str) -> FileStat:
-        """See `Server.stat`: the first byte is asked for, which shows whether the server has ranges."""
+        """Return the server's answer about a file.
+
+        The first byte is asked for, which shows whether the server has ranges.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
         async with await self._get(path, 0, 1) as answer:
             if str(answer.headers.get("Content-Type", "")).startswith("text/html"):
                 raise FileNotFoundError(path)  # an error page, or a listing of a folder
             found = _RANGE.fullmatch(str(answer.headers.get("Content-Range", "")))
             if found is not None:
-                return _stat_of_page(int(found[3]), answer)
+                return FileStat(int(found[3]), _version(answer))
             length = str(answer.headers.get("Content-Length", ""))
             if answer.status == 200 and length.isdecimal() and int(length) <= _WHOLE:
-                return _stat_of_page(int(length), answer)
+                return FileStat(int(length), _version(answer))
         raise RefusedError("the server sends no ranges of it: download it, and pass its folder")
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
@@ -161,7 +121,11 @@ class PageServer:
         raise RefusedError("a web server lists no folders: name a file in it")
 
     async def fetch(self, path: str, target: memoryview, offset: int, stat: FileStat) -> None:
-        """See `Server.fetch`; no more is read than was asked for, whatever the server sends."""
+        """Fill memory from a place in a file; no more is read, whatever the server sends.
+
+        Raises:
+            ChangedError: the file is no longer the one that `stat` describes.
+        """
         async with await self._get(path, offset, len(target)) as answer:
             if stat.version and _version(answer) != stat.version:
                 raise ChangedError
@@ -261,10 +225,6 @@ def _is_near(host: str) -> bool:
         return name.rpartition(".")[2].startswith(tuple("0123456789"))
 
 
-def _stat_of_page(size: int, answer: Any) -> FileStat:
-    return FileStat(size, _version(answer))
-
-
 def _version(answer: Any) -> str:
     """Return the server's version of a file, from its headers."""
     said = (answer.headers.get(name) for name in ("ETag", "Last-Modified"))
@@ -312,11 +272,6 @@ class ObjectServer:
         self._system = _file_system(scheme, writing=writing)
         self.loop = self._system.loop
 
-    @classmethod
-    def at(cls, address: Address, *, writing: bool = False) -> tuple[ObjectServer, str]:
-        """Return the server of an address, and the server's name of the place."""
-        return cls(address.scheme, writing=writing), address.path
-
     def inside(self, folder: str, name: str) -> str:
         return f"{folder}/{name}"
 
@@ -330,7 +285,7 @@ class ObjectServer:
         return _stat_of_object(info)
 
     async def listed(self, folder: str) -> Mapping[str, FileStat | None]:
-        """See `Server.listed`; a bucket or folder that does not exist is empty."""
+        """Return the entries of a folder by name; None stands for a folder. A missing folder is empty."""
         try:
             entries: Sequence[Mapping[str, Any]] = await self._system._ls(
                 folder, detail=True, refresh=True
@@ -385,13 +340,15 @@ class ObjectServer:
             await self._system._rm_file(path)
 
 
+Server = PageServer | ObjectServer
+
+
 def _stat_of_object(info: Mapping[str, Any]) -> FileStat:
     size = info.get("size")
     if not isinstance(size, int) or size < 0:
         raise RefusedError("the server does not say how long it is")
     said = (str(info[key]).strip('"') for key in _VERSIONS if info.get(key))
-    version = next(said, "")
-    return FileStat(size, version)
+    return FileStat(size, next(said, ""))
 
 
 def _file_system(scheme: str, *, writing: bool) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
+
+from typing_extensions import Self
 
 from covmerge.base.errors import CheckpointError
 
@@ -14,28 +17,27 @@ from covmerge.base.errors import CheckpointError
 Stamp = tuple[int, int, int]
 
 
-class Opened(Protocol):
+class Opened(ABC):
     """A file that is open for reading; it stays the same file whatever happens to its name.
 
-    It is a context manager, which closes it.
+    It is a context manager, which closes it. Its stamp is the one from when it was opened.
     """
 
-    def __enter__(self) -> Opened: ...
+    stamp: Stamp
 
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def stamp(self) -> Stamp:
-        """Numbers that distinguish the file from a changed one."""
-        ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
+    @abstractmethod
     def read_at(self, target: memoryview, offset: int) -> int:
         """Read straight into memory, and return the number of bytes; 0 at the end of the file.
 
         Raises:
             OSError: the disk or the server fails.
         """
-        ...
 
 
 class Store(Protocol):
@@ -99,54 +101,6 @@ class Store(Protocol):
         ...
 
 
-class WritableStore(Store, Protocol):
-    """A store that can be written by any thread, also over another thread's files.
-
-    An impossible write raises an InputError, and a lack of space a ResourceError.
-    """
-
-    def inside(self, folder: str) -> WritableStore:
-        """Return the store of a folder inside, which exists once there is something in it."""
-        ...
-
-    def exists(self, name: str) -> bool:
-        """Return whether the name is taken, by an entry of any kind."""
-        ...
-
-    def create(self, name: str, size: int, start: bytes, *, needed: int) -> None:
-        """Create a file of `size` bytes that begins with `start`, as a whole or not at all.
-
-        An existing file is replaced.
-
-        Args:
-            name: the file's name.
-            size: the file's size in bytes, for which space is reserved.
-            start: the first bytes.
-            needed: bytes for which there must be space, those of this file included.
-        """
-        ...
-
-    def write(self, name: str, data: memoryview, offset: int) -> None:
-        """Write all of the data into an existing file."""
-        ...
-
-    def append(self, name: str, data: bytes) -> None:
-        """Append data to a file, or leave the file as it was."""
-        ...
-
-    def truncate(self, name: str, size: int) -> None:
-        """Cut a file to a size."""
-        ...
-
-    def remove(self, name: str) -> None:
-        """Remove a file, or an empty folder."""
-        ...
-
-    def flush(self, names: Sequence[str]) -> None:
-        """Wait until files and their names would survive a power loss."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """A file of a store; `str` gives its name in messages."""
@@ -195,20 +149,6 @@ class StoredFile:
         return bytes(data[:done])
 
 
-@dataclass(frozen=True)
-class WritableFile(StoredFile):
-    """A file of a writable store; it need not exist."""
-
-    store: WritableStore
-
-    def exists(self) -> bool:
-        return self.store.exists(self.name)
-
-    def put(self, content: bytes) -> None:
-        """Replace the content of the file, as a whole or not at all."""
-        self.store.create(self.name, len(content), content, needed=len(content))
-
-
 def child(store: Store, name: str) -> StoredFile:
     """Return the file that a stranger's file names, after checking the name; it need not exist."""
     store.check(name)
@@ -240,25 +180,3 @@ def file_at(store: Store, path: str) -> StoredFile:
         store.check(folder)
         store = store.inside(folder)
     return child(store, name)
-
-
-def remove_others(store: WritableStore, keep: Collection[str], inside: str = "") -> list[str]:
-    """Remove everything in a store except some regular files, and return the paths of what was removed.
-
-    Args:
-        store: the store; folders that become empty are removed too, without being returned.
-        keep: the files, as paths in it.
-        inside: the prefix of all paths.
-    """
-    removed: list[str] = []
-    for folder in store.folders():
-        inner = store.inside(folder)
-        removed += remove_others(inner, keep, f"{inside}{folder}/")
-        if store.exists(folder) and not (inner.names() or inner.folders()):
-            store.remove(folder)
-    for name in store.names():
-        path = f"{inside}{name}"
-        if path not in keep or not store.is_file(name, follow=False):
-            store.remove(name)
-            removed.append(path)
-    return removed

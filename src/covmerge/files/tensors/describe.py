@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -19,81 +19,60 @@ from covmerge.files.tensors.names import (
     parts_by_name,
 )
 from covmerge.files.tensors.remembered import remembered_skeleton
-from covmerge.files.tensors.skeleton import (
-    Skeleton,
-    SkeletonUnavailable,
-    architecture_of,
-    build_skeleton,
-)
+from covmerge.files.tensors.skeleton import Skeleton, SkeletonUnavailable, architecture_of
 from covmerge.files.tensors.views import FusedParts, MatrixLayout
 
-_Build = Callable[[Mapping[str, TensorHeader], Mapping[str, Any]], Skeleton]
 _MATRICES = (Role.LINEAR, Role.CONV1D, Role.CONV, Role.EXPERT_STACK)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What one stored tensor is in its model.
+    """What one stored tensor is in its model."""
 
-    Attributes:
-        name: the stored name.
-        role: the tensor's role. `head` is not decided here, because that needs a comparison of checkpoints.
-        why: the facts from which the role was concluded.
-        layout: how it holds `(d_out, d_in)` matrices, each taken whole; meaningless for norms, biases,
-            buffers and other tensors.
-        parts: the split of its rows if it is a known fused projection, for `MatrixLayout.parts`; else None.
-        tied_to: the tensor with which it shares memory, according to the config. If both are stored, their
-            values may contradict the config, which only a reader of the values can see.
-        outside_backbone: whether it lies outside the base model: a task head, an output layer.
-        in_blocks: whether it lies in a sequence of blocks, by its name, and inside the base model.
-        parameter: its name in the model that transformers builds; the stored name if that is unknown.
-        takes_factors: whether it is the weight of a layer for which PEFT has factors.
-        stays_full: whether transformers never quantises it.
-        rebuilt: whether it is a buffer that the model's code creates again whenever the model is loaded.
-    """
-
-    name: str
+    name: str  # the stored name
+    # The tensor's role. `head` is not decided here, because that needs a comparison of checkpoints.
     role: Role
-    why: str
+    why: str  # the facts from which the role was concluded
+    # How it holds `(d_out, d_in)` matrices, each taken whole; meaningless for norms, biases,
+    # buffers and other tensors.
     layout: MatrixLayout
+    # The split of its rows if it is a known fused projection, for `MatrixLayout.parts`; else None.
     parts: FusedParts | None
+    # The tensor with which it shares memory, according to the config. If both are stored, their
+    # values may contradict the config, which only a reader of the values can see.
     tied_to: str | None
-    outside_backbone: bool
+    outside_backbone: bool  # whether it lies outside the base model: a task head, an output layer
+    # Whether it lies in a sequence of blocks, by its name, and inside the base model.
     in_blocks: bool
+    # Its name in the model that transformers builds; the stored name if that is unknown.
     parameter: str
-    takes_factors: bool
-    stays_full: bool
+    takes_factors: bool  # whether it is the weight of a layer for which PEFT has factors
+    stays_full: bool  # whether transformers never quantises it
+    # Whether it is a buffer that the model's code creates again whenever the model is loaded.
     rebuilt: bool
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The description of all tensors of a checkpoint.
+    """The description of all tensors of a checkpoint."""
 
-    Attributes:
-        tensors: the descriptions of the stored tensors, in their order.
-        prefix: base_model_prefix ("bert", "transformer", "model"), which a model with a head puts before
-            the names of its base model; None if unknown.
-        family: the model family; see `family_of`.
-        tied: for each tied name, stored or not, the name with which it shares memory. That is the first
-            stored name of its group, or the first defined one if none is stored.
-        lacks_head: name of the output layer's weight if the model has an output layer, the config does
-            not tie it, and it is not stored, so that the model cannot be loaded; else None.
-        architecture: config.architectures[0].
-        parts: paths of models inside the model, each with its class and its model_type.
-        source: whether roles come from the model's modules (`skeleton`) or from name rules (`names`).
-        notes: notes for the user.
-    """
-
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]  # the descriptions of the stored tensors, in their order
+    # What a model with a head puts before the names of its base model ("bert", "transformer",
+    # "model"); None if unknown.
     prefix: str | None
-    family: str | None
+    family: str | None  # see `family_of`
+    # For each tied name, stored or not, the name with which it shares memory. That is the first
+    # stored name of its group, or the first defined one if none is stored.
     tied: Mapping[str, str]
+    # Name of the output layer's weight if the model has an output layer, the config does not tie
+    # it, and it is not stored, so that the model cannot be loaded; else None.
     lacks_head: str | None
-    architecture: str | None
+    architecture: str | None  # config.architectures[0]
+    # Paths of models inside the model, each with its class and its model_type.
     parts: Mapping[str, tuple[str, str]]
+    # Whether roles come from the model's modules (`skeleton`) or from name rules (`names`).
     source: Literal["skeleton", "names"]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # for the user
 
 
 def family_of(config: Mapping[str, Any] | None) -> str | None:
@@ -125,14 +104,11 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
     for name, header in checkpoint.headers.items():
         parts.setdefault(header.module, {})[name] = header
     if not {*parts} - {None}:
-        return describe(
-            checkpoint.headers,
-            checkpoint.config,
-            build=remembered_skeleton,
-            shared=checkpoint.shared,
-        )
-    configs = {module: checkpoint.config if module is None else module.config for module in parts}
-    described = [_of_module(module, headers, configs[module]) for module, headers in parts.items()]
+        return describe(checkpoint.headers, checkpoint.config, shared=checkpoint.shared)
+    described = [
+        describe(headers, checkpoint.config) if module is None else _of_module(module, headers)
+        for module, headers in parts.items()
+    ]
     tensors = {name: info for part in described for name, info in part.tensors.items()}
     return replace(
         described[0],
@@ -144,15 +120,11 @@ def describe_checkpoint(checkpoint: Checkpoint) -> ModelDescription:
     )
 
 
-def _of_module(
-    module: Module | None, headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
-) -> ModelDescription:
+def _of_module(module: Module, headers: Mapping[str, TensorHeader]) -> ModelDescription:
     """Describe the tensors of one module of a model, under their names in the whole model."""
-    if module is None:
-        return describe(headers, config, build=remembered_skeleton)
     stored = {header.in_module.name: header.in_module for header in headers.values()}
     is_model = module.is_of_transformers
-    found = describe(stored, config if is_model else None, build=remembered_skeleton)
+    found = describe(stored, module.config if is_model else None)
 
     def whole(name: str) -> str:
         return f"{module.prefix}{name}"
@@ -181,20 +153,13 @@ def describe(
     headers: Mapping[str, TensorHeader],
     config: Mapping[str, Any] | None,
     *,
-    build: _Build = build_skeleton,
     shared: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelDescription:
-    """Describe every stored tensor.
+    """Describe every stored tensor; `shared`: those that share memory, tied if there is no config.
 
     Roles come from the classes of the model's modules, which are built without memory from config.json. If
     there is no config, or transformers is not installed, they come from rules on the names. `source` and
     `notes` say which, and each tensor's `why` says what decided its role.
-
-    Args:
-        headers: the stored tensors.
-        config: parsed config.json; None: there is none.
-        build: the function that builds the skeleton.
-        shared: tensors that share memory with another, which count as tied if there is no config.
 
     Example:
         >>> import torch
@@ -203,7 +168,7 @@ def describe(
         >>> str(info.role), info.why
         ('linear', "name rule '2-D weight'")
     """
-    skeleton, notes = _skeleton(headers, config, build)
+    skeleton, notes = _skeleton(headers, config)
     found = {name: _identify(header, headers, skeleton) for name, header in headers.items()}
     unsure = [name for name, (kind, _) in found.items() if kind.unsure]
     if unsure:
@@ -301,15 +266,13 @@ def _takes_factors_by_name(name: str, kind: Kind, headers: Mapping[str, TensorHe
 
 
 def _skeleton(
-    headers: Mapping[str, TensorHeader],
-    config: Mapping[str, Any] | None,
-    build: _Build,
+    headers: Mapping[str, TensorHeader], config: Mapping[str, Any] | None
 ) -> tuple[Skeleton | None, list[str]]:
     """Return the skeleton that knows these tensors, or None, and notes."""
     if config is None:
         return None, ["there is no config.json: roles come from name rules"]
     try:
-        skeleton = build(headers, config)
+        skeleton = remembered_skeleton(headers, config)
     except SkeletonUnavailable as reason:
         return None, [f"{reason}: roles come from name rules"]
     if headers and not skeleton.places:
@@ -341,13 +304,8 @@ def _outside(headers: Mapping[str, TensorHeader], skeleton: Skeleton | None) -> 
     places, outside = skeleton.places, skeleton.outside
     # A tensor that the architecture does not know is inside if it lies beside tensors that are inside.
     roots = {name.split(".")[0] for name, p in places.items() if p.parameter not in outside}
-    return {
-        name
-        for name in headers
-        if (
-            places[name].parameter in outside if name in places else name.split(".")[0] not in roots
-        )
-    }
+    known = {name for name, place in places.items() if place.parameter in outside}
+    return known | {n for n in headers if n not in places and n.split(".")[0] not in roots}
 
 
 def _tied(headers: Mapping[str, TensorHeader], skeleton: Skeleton) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,11 +35,7 @@ def equal_parts(names: Sequence[str], d_out: int) -> FusedParts | None:
 def known_parts(path: str, module: nn.Module, config: Any, d_out: int) -> FusedParts | None:
     """Return the parts of a module's own weight, if it is a fused projection known to covmerge.
 
-    Args:
-        path: dotted name of the weight in the model.
-        module: the module that owns it.
-        config: transformers config of the nearest enclosing model.
-        d_out: rows of the oriented weight.
+    `path` is the weight's name in the model, and `config` that of the nearest enclosing model.
     """
     parts = _split(path, module, config, d_out)
     # A config that contradicts the weight's shape tells nothing about its rows.
@@ -134,36 +130,24 @@ _CONV_TRANSPOSE = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(frozen=True)
 class Kind:
-    """The role of a tensor, the reason, and the orientation that goes with it.
-
-    Attributes:
-        role: the role.
-        why: the facts from which the role was concluded.
-        transposed: whether matrices are stored as `(d_in, d_out)`.
-        unsure: whether too little is known, so that the tensor is treated as `other`; users are told.
-        takes_factors: whether it is the weight of a layer for which PEFT has factors. Subclasses of such
-            layers are excluded, because they may do more.
-        stays_full: whether transformers never quantises its module, as T5's `wo`, kept in float32.
-        rebuilt: whether it is a buffer that the model's code creates again at each loading, such as a mask.
-    """
+    """The role of a tensor, the reason, and the orientation that goes with it."""
 
     role: Role
-    why: str
-    transposed: bool = False
+    why: str  # the facts from which the role was concluded
+    transposed: bool = False  # whether matrices are stored as `(d_in, d_out)`
+    # Whether too little is known, so that the tensor is treated as `other`; users are told.
     unsure: bool = False
+    # Whether it is the weight of a layer for which PEFT has factors. Subclasses of such layers are
+    # excluded, because they may do more.
     takes_factors: bool = False
+    # Whether transformers never quantises its module, as T5's `wo`, kept in float32.
     stays_full: bool = False
+    # Whether it is a buffer that the model's code creates again at each loading, such as a mask.
     rebuilt: bool = False
 
 
 def kind_of_parameter(module: nn.Module, leaf: str, parameter: Tensor, *, is_output: bool) -> Kind:
-    """Return the role of the parameter `leaf` of a module.
-
-    Args:
-        module: the module that owns the parameter.
-        leaf: the parameter's name in the module: `weight`, `bias`, ...
-        parameter: the parameter; only its number of axes is used.
-        is_output: whether the module is the model's output embedding.
+    """Return the role of the parameter `leaf` of a module, which may be the model's output embedding.
 
     Example:
         >>> layer = nn.Linear(2, 3)
@@ -240,41 +224,27 @@ _KEEP_ORIENTATION = frozenset(
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A parameter or buffer of the model."""
-
-    kind: Kind
-    parts: FusedParts | None
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Place:
-    """The place of a stored tensor in the model.
+    """A parameter or buffer of the model, or the place of a stored tensor in it."""
 
-    Attributes:
-        parameter: dotted name of the parameter or buffer in the model. Several stored tensors have the same
-            one if the model packs them.
-        kind: role and orientation of the stored tensor.
-        parts: the split of a fused projection, if known.
-        expected: the shape according to the config; None if it is stored in other pieces.
-        divided: whether the loader makes several parameters of it; `parameter` is the first of them.
-    """
-
+    # Dotted name of the parameter or buffer in the model. Several stored tensors have the same one
+    # if the model packs them.
     parameter: str
-    kind: Kind
-    parts: FusedParts | None
+    kind: Kind  # role and orientation of the stored tensor
+    parts: FusedParts | None  # the split of a fused projection, if known
+    # The shape according to the config; None if it is stored in other pieces.
     expected: tuple[int, ...] | None
+    # Whether the loader makes several parameters of it; `parameter` is the first of them.
     divided: bool = False
 
 
-def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | None) -> Place:
-    """Return the place of a stored tensor, from its slot in the model and the loader's converter."""
+def place_of(target: Place, header: TensorHeader, converter: Any | None) -> Place:
+    """Return the place of a stored tensor, from its target in the model and the loader's converter."""
     if converter is None:
-        parts = slot.parts if header.shape == slot.shape else None
-        return Place(target, _stored_kind(slot, header, ()), parts, slot.shape)
+        parts = target.parts if header.shape == target.expected else None
+        return replace(target, kind=_stored_kind(target, header, ()), parts=parts)
     operations: list[Any] = converter.operations
-    kind = _stored_kind(slot, header, operations)
+    kind = _stored_kind(target, header, operations)
     parts = None
     if [type(o).__name__ for o in operations] == ["Chunk"] and kind.role is Role.LINEAR:
         chunk = operations[0]
@@ -283,22 +253,23 @@ def place_of(target: str, slot: Slot, header: TensorHeader, converter: Any | Non
                 p.removesuffix(".weight").rpartition(".")[2] for p in converter.target_patterns
             ]
             parts = equal_parts(names, header.shape[0])
-    return Place(target, kind, parts, None, divided=len(converter.target_patterns) > 1)
+    divided = len(converter.target_patterns) > 1
+    return Place(target.parameter, kind, parts, None, divided)
 
 
-def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) -> Kind:
-    """Return the kind of a stored tensor that the loader turns into (a part of) the slot by operations."""
-    kind, axes = slot.kind, len(header.shape)
+def _stored_kind(target: Place, header: TensorHeader, operations: Sequence[Any]) -> Kind:
+    """Return the kind of a stored tensor that the loader turns into (a part of) the target."""
+    kind, axes, shape = target.kind, len(header.shape), target.expected or ()
     if not operations:
-        if axes == len(slot.shape) or kind.role is Role.BUFFER:
+        if axes == len(shape) or kind.role is Role.BUFFER:
             return kind
-        why = f"{kind.why}, but stored {list(header.shape)} instead of {list(slot.shape)}"
+        why = f"{kind.why}, but stored {list(header.shape)} instead of {list(shape)}"
         return Kind(Role.OTHER, why, unsure=True)
     transposed = kind.transposed
     for operation in operations:
         name = type(operation).__name__
-        if name == "Transpose" and _swaps_matrix_axes(operation, len(slot.shape)):
-            if not (operation.check_dims and header.shape == slot.shape):
+        if name == "Transpose" and _swaps_matrix_axes(operation, len(shape)):
+            if not (operation.check_dims and header.shape == shape):
                 transposed = not transposed
         elif name not in _KEEP_ORIENTATION:
             why = f"{kind.why}, but stored for {operation}, which covmerge does not know"
@@ -308,7 +279,7 @@ def _stored_kind(slot: Slot, header: TensorHeader, operations: Sequence[Any]) ->
         role = {2: Role.LINEAR, 3: Role.EXPERT_STACK}.get(axes, Role.CONV)
         return Kind(role, piece_of, transposed, stays_full=kind.stays_full)
     as_a_whole = kind.role in (Role.CONV, Role.EMBEDDING, Role.OUTPUT)
-    if as_a_whole and (axes != len(slot.shape) or transposed != kind.transposed):
+    if as_a_whole and (axes != len(shape) or transposed != kind.transposed):
         return Kind(Role.OTHER, f"{piece_of} from {list(header.shape)}", unsure=True)
     return Kind(kind.role, piece_of, kind.transposed)
 

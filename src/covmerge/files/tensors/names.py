@@ -22,17 +22,11 @@ _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @dataclass(frozen=True)
 class LayerName:
-    """The name of a tensor in one of a stack of layers, split at its first number.
+    """The name of a tensor in one of a stack of layers, split at its first number."""
 
-    Attributes:
-        stack: the text before the number, which is the same for all layers of the stack.
-        index: the number.
-        rest: the text after the number, which is the same in all layers.
-    """
-
-    stack: str
+    stack: str  # the text before the number, which is the same for all layers of the stack
     index: int
-    rest: str
+    rest: str  # the text after the number, which is the same in all layers
 
     def at(self, index: int) -> str:
         """Return the name of the corresponding tensor in another layer."""
@@ -100,25 +94,16 @@ _Headers = Mapping[str, TensorHeader]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule that gives a role to tensors whose name matches and that have one of these numbers of axes.
+    """A rule that gives a role to tensors whose name matches and that have one of these numbers of axes."""
 
-    Attributes:
-        label: the reason that a user reads.
-        pattern: regular expression, searched in the dotted name.
-        role: the role.
-        axes: allowed numbers of axes.
-        transposed: whether the matrix is stored as `(d_in, d_out)`.
-        when: a condition on the other tensors; None: there is none.
-        rebuilt: whether the tensor is a buffer that the model's code creates again.
-    """
-
-    label: str
-    pattern: str
+    label: str  # the reason that a user reads
+    pattern: str  # regular expression, searched in the dotted name
     role: Role
-    axes: range
-    transposed: bool = False
+    axes: range  # allowed numbers of axes
+    transposed: bool = False  # whether the matrix is stored as `(d_in, d_out)`
+    # A condition on the other tensors; None: there is none.
     when: Callable[[str, _Headers], bool] | None = None
-    rebuilt: bool = False
+    rebuilt: bool = False  # whether the tensor is a buffer that the model's code creates again
 
     def matches(self, header: TensorHeader, headers: _Headers) -> bool:
         """Return whether the rule decides about this tensor."""
@@ -280,10 +265,7 @@ def parts_by_name(header: TensorHeader, kind: Kind) -> FusedParts | None:
 def find_name(name: str, prefixes: Sequence[str], stored: Collection[str]) -> str | None:
     """Return the name of a tensor in another model; None: the other model does not have it.
 
-    Args:
-        name: the tensor's name.
-        prefixes: prefixes that models of this kind put before the names of their base model.
-        stored: the names in the other model.
+    `prefixes` are those that models of this kind put before the names of their base model.
 
     Example:
         >>> find_name("bert.pooler.weight", ["bert"], ["pooler.weight"])

@@ -13,7 +13,7 @@ from covmerge.base.errors import InputError
 from covmerge.base.text import some
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content, Quantisation
-from covmerge.files.checkpoints.config_counts import TIED, language_parts, layer_count, restacked
+from covmerge.files.checkpoints.config_counts import TIED, layer_count, restacked, with_parts
 from covmerge.files.checkpoints.view import View
 from covmerge.files.tensors.names import kind_by_name, layer_name
 
@@ -25,8 +25,7 @@ class Stacked(View):
 
     Args:
         stored: the checkpoint.
-        order: for each layer of the stacked model, the checkpoint's layer that it is, or would be if the
-            checkpoint gave it.
+        order: for each layer of the stacked model, the checkpoint's layer that it is, or would be if given.
         given: the layers of the stacked model that the checkpoint gives.
 
     Raises:
@@ -118,10 +117,7 @@ _BLOCK_ELEMENTS = 8 * 2**20
 class Untied(View):
     """A view of a checkpoint in which every tied tensor is there, and the config ties none.
 
-    Args:
-        stored: the checkpoint.
-        ties: for each tied tensor, stored or not, the stored one to which the config ties it.
-        notes: notes for the user.
+    `ties` has, for each tied tensor, stored or not, the stored one to which the config ties it.
     """
 
     def __init__(self, stored: Checkpoint, ties: Mapping[str, str], *notes: str) -> None:
@@ -135,11 +131,7 @@ class Untied(View):
 
 
 def seen_untied(checkpoint: Checkpoint, ties: Mapping[str, str] | None) -> Checkpoint:
-    """Return a base as a merge read it: untied, if that merge undid ties.
-
-    Args:
-        checkpoint: the base.
-        ties: the value of `untied` in covmerge.json.
+    """Return a base as a merge read it: untied, if covmerge.json says so (`untied`).
 
     Raises:
         InputError: the base lacks the tensors that were tied.
@@ -160,11 +152,7 @@ def untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> untied_config({"text_config": {"vocab_size": 8}})
         {'text_config': {'vocab_size': 8, 'tie_word_embeddings': False}, 'tie_word_embeddings': False}
     """
-    found = dict(config)
-    for key, part in language_parts(config):
-        if key:
-            found[key] = {**part, TIED: False}
-    return {**found, TIED: False}
+    return with_parts(config, lambda _, part: {**part, TIED: False})
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -184,9 +172,6 @@ class Donor(View):
 
     In a stacked model, each tensor's layout is that of the first expert that gives the tensor. A donor is
     not a source: its tensors are read from the experts.
-
-    Args:
-        experts: all experts, in the recipe's order.
     """
 
     def __init__(self, experts: Mapping[str, Checkpoint]) -> None:
@@ -198,12 +183,8 @@ class Donor(View):
         givers = [first] if first.order is None else list(experts.values())
         self._owners = {name: giver for giver in reversed(givers) for name in giver.headers}
         names = dict.fromkeys(name for giver in givers for name in giver.headers)
-        self.headers = MappingProxyType(
-            {name: self._owners[name].headers[name] for name in self._ordered(names)}
-        )
-
-    def _ordered(self, names: Iterable[str]) -> Iterable[str]:
-        return names if self.order is None else sorted(names, key=_section)
+        ordered = names if self.order is None else sorted(names, key=_section)
+        self.headers = MappingProxyType({n: self._owners[n].headers[n] for n in ordered})
 
     def owner(self, name: str) -> Checkpoint:
         """Return the expert that stores a tensor."""

@@ -14,7 +14,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,11 +27,11 @@ from covmerge.files.tensors.modules import (
     MATRICES,
     Kind,
     Place,
-    Slot,
     kind_of_parameter,
     known_parts,
     place_of,
 )
+from covmerge.files.tensors.names import find_name
 
 # Keys that say where code, kernels or weights come from, or how the stored weights are packed.
 _DROPPED_KEYS = re.compile(
@@ -60,30 +60,21 @@ class SkeletonUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The architecture's knowledge about a checkpoint's tensors.
+    """The architecture's knowledge about a checkpoint's tensors."""
 
-    Attributes:
-        architecture: the class that was built.
-        prefix: the model's base_model_prefix; None if it has none.
-        places: the place of each stored name that the architecture knows.
-        tied: groups of parameter names that share memory, the first defined one first.
-        head: name of the output layer's weight; None if the model has no output layer.
-        outside: parameters and buffers outside the backbone.
-        blocks: names of the modules that the model runs one after another, each once, as far as its lists
-            of modules show.
-        parts: paths of models inside the model, each with its class and its model_type.
-        notes: notes for the user.
-    """
-
-    architecture: str
-    prefix: str | None
-    places: Mapping[str, Place]
+    architecture: str  # the class that was built
+    prefix: str | None  # the model's base_model_prefix; None if it has none
+    places: Mapping[str, Place]  # the place of each stored name that the architecture knows
+    # Groups of parameter names that share memory, the first defined one first.
     tied: tuple[tuple[str, ...], ...]
-    head: str | None
-    outside: frozenset[str]
+    head: str | None  # name of the output layer's weight; None if the model has no output layer
+    outside: frozenset[str]  # parameters and buffers outside the backbone
+    # Names of the modules that the model runs one after another, each once, as far as its lists of
+    # modules show.
     blocks: tuple[str, ...]
+    # Paths of models inside the model, each with its class and its model_type.
     parts: Mapping[str, tuple[str, str]]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # for the user
 
     def path(self, name: str) -> str:
         """Return the path of a stored tensor in the backbone, which is the same under any head."""
@@ -103,7 +94,7 @@ def build_skeleton(headers: Mapping[str, TensorHeader], config: Mapping[str, Any
             "transformers is not installed (pip install 'covmerge[transformers]')"
         ) from None
     try:
-        with _without_advice(transformers), _without_warnings():
+        with _silent(transformers):
             return _skeleton(transformers, headers, config)
     except SkeletonUnavailable:
         raise
@@ -148,6 +139,12 @@ def _without_advice(transformers: Any) -> Generator[None]:
 def _without_warnings() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _silent(transformers: Any) -> Generator[None]:
+    with _without_advice(transformers), _without_warnings():
         yield
 
 
@@ -200,7 +197,7 @@ class _NotFarBeyond(TorchFunctionMode):
 def empty_model(config: Mapping[str, Any], stored: int) -> tuple[Any, list[str]]:
     """Return the model of a config on the meta device, and notes; `stored`: its count of stored tensors."""
     transformers: Any = importlib.import_module("transformers")
-    with _without_advice(transformers), _without_warnings():
+    with _silent(transformers):
         return _build(transformers, config, stored)
 
 
@@ -208,7 +205,7 @@ def with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config with transformers' defaults filled in; unchanged if these are unknown."""
     try:
         transformers: Any = importlib.import_module("transformers")
-        with _without_advice(transformers), _without_warnings():
+        with _silent(transformers):
             return _configured(transformers, config).to_dict()
     except Exception:  # a stranger's config may fail in any way
         return config
@@ -297,11 +294,13 @@ def _refuse_absurd_sizes(values: Mapping[str, Any]) -> None:
             raise SkeletonUnavailable(f"config.json has '{key}': {largest}, which is absurd")
 
 
-def _slots(model: Any) -> dict[str, Slot]:
+def _slots(model: Any) -> dict[str, Place]:
     """Return every parameter and buffer of the model, by dotted name."""
     output: Any = model.get_output_embeddings()
-    entry = _input_embeddings(model)
-    slots: dict[str, Slot] = {}
+    entry: Any = None
+    with suppress(NotImplementedError):
+        entry = model.get_input_embeddings()
+    slots: dict[str, Place] = {}
     configs: dict[str, Any] = {}
     full = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
     for path, module in model.named_modules(remove_duplicate=False):
@@ -322,19 +321,12 @@ def _slots(model: Any) -> dict[str, Slot]:
             if kind.role in MATRICES:
                 d_out = shape[-1] if kind.transposed else shape[-2]
                 parts = known_parts(f"{stem}{leaf}", module, config, d_out)
-            slots[f"{stem}{leaf}"] = Slot(kind, parts, shape)
+            slots[f"{stem}{leaf}"] = Place(f"{stem}{leaf}", kind, parts, shape)
         for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             rebuilt = leaf in module._non_persistent_buffers_set
             kind = Kind(Role.BUFFER, f"buffer of {type(module).__name__}", rebuilt=rebuilt)
-            slots[f"{stem}{leaf}"] = Slot(kind, None, tuple(buffer.shape))
+            slots[f"{stem}{leaf}"] = Place(f"{stem}{leaf}", kind, None, tuple(buffer.shape))
     return slots
-
-
-def _input_embeddings(model: Any) -> Any:
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
 
 
 def _tied_groups(model: Any) -> tuple[tuple[str, ...], ...]:
@@ -363,7 +355,7 @@ def _prefix(model: Any, base_class: Any) -> str | None:
 
 
 def _outside(
-    model: Any, slots: Mapping[str, Slot], prefix: str | None, base_class: Any, stored: int
+    model: Any, slots: Mapping[str, Place], prefix: str | None, base_class: Any, stored: int
 ) -> frozenset[str]:
     """Return the names outside the backbone: not under the prefix, or not in the family's base class."""
     if prefix is not None and isinstance(getattr(model, prefix, None), nn.Module):
@@ -382,14 +374,12 @@ def _parts(model: Any, of: type) -> dict[str, tuple[str, str]]:
         for path, module in model.named_modules()
         if isinstance(module, of)
     }
-    around = {
-        path: max((o for o in kinds if o != path and _in(path, o)), default="") for path in kinds
-    }
-    return {path: kind for path, kind in kinds.items() if kind[1] != kinds[around[path]][1]}
 
+    def around(path: str) -> str:
+        others = (o for o in kinds if o != path and (not o or path.startswith(f"{o}.")))
+        return max(others, default="")
 
-def _in(path: str, other: str) -> bool:
-    return not other or path.startswith(f"{other}.")
+    return {path: kind for path, kind in kinds.items() if kind[1] != kinds[around(path)][1]}
 
 
 def model_type_of(architecture: str) -> str | None:
@@ -423,21 +413,17 @@ def _elements(path: str, modules: Any) -> Iterator[str]:
 
 
 def _find_places(
-    model: Any,
-    slots: Mapping[str, Slot],
-    headers: Mapping[str, TensorHeader],
-    prefix: str | None,
+    model: Any, slots: Mapping[str, Place], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> tuple[dict[str, Place], list[str]]:
     """Relate stored names to the model's, as transformers' loader does, or else by the prefix alone."""
     try:
         return _places_by_loader(model, slots, headers, prefix), []
     except Exception as error:
-        places: dict[str, Place] = {}
-        for name, header in headers.items():
-            candidates = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-            target = next((c for c in candidates if c in slots), None)
-            if target is not None:
-                places[name] = place_of(target, slots[target], header, None)
+        places = {
+            name: place_of(slots[target], header, None)
+            for name, header in headers.items()
+            if (target := find_name(name, [str(prefix)], slots)) is not None
+        }
         note = (
             f"transformers' mapping of stored names cannot be used ({in_short(error)}): "
             "stored names are compared with the model's as they are"
@@ -446,10 +432,7 @@ def _find_places(
 
 
 def _places_by_loader(
-    model: Any,
-    slots: Mapping[str, Slot],
-    headers: Mapping[str, TensorHeader],
-    prefix: str | None,
+    model: Any, slots: Mapping[str, Place], headers: Mapping[str, TensorHeader], prefix: str | None
 ) -> dict[str, Place]:
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversion: Any = importlib.import_module("transformers.conversion_mapping")
@@ -465,7 +448,7 @@ def _places_by_loader(
             target, pattern = loading.rename_source_key(name, [], [], prefix, slots)
         if target in slots:
             converter = by_pattern[pattern] if pattern is not None else None
-            places[name] = place_of(target, slots[target], headers[name], converter)
+            places[name] = place_of(slots[target], headers[name], converter)
     return places
 
 

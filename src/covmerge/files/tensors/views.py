@@ -46,16 +46,13 @@ class FusedParts:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """How a stored tensor holds matrices `(d_out, d_in)`.
+    """How a stored tensor holds matrices `(d_out, d_in)`."""
 
-    Attributes:
-        transposed: whether each matrix is stored as `(d_in, d_out)`: GPT-2's Conv1D, some expert stacks.
-        stacked: whether the first axis counts matrices: the experts of a mixture of experts.
-        parts: how the rows of each oriented matrix split into projections; None: one matrix.
-    """
-
+    # Whether each matrix is stored as `(d_in, d_out)`: GPT-2's Conv1D, some expert stacks.
     transposed: bool = False
+    # Whether the first axis counts matrices: the experts of a mixture of experts.
     stacked: bool = False
+    # How the rows of each oriented matrix split into projections; None: one matrix.
     parts: FusedParts | None = None
 
 

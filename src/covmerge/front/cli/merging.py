@@ -57,7 +57,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         # This measures this machine; the device of other machines may not exist here.
         device = options.device if options.elsewhere is None else "cpu"
         speed = measure_speed(recipe, plan, checkpoints.sources(), device, options.threads)
-    room = None if out is None else room_for([plan], destination_of(out).work.folder or out)
+    room = None if out is None else room_for([plan], destination_of(out).work.folder)
     if as_json:
         print_json(plan_summary(plan, memory, speed, room))
     else:

@@ -131,7 +131,7 @@ def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | No
     over = over_base(adapter, view)
     names = names_in_base(view, _held(over))
     shapes, stored = ({n: h.shape for n, h in model.headers.items()} for model in (view, base))
-    made = converted(shapes, stored, base.checkpoint.config).made
+    made, _ = converted(shapes, stored, base.checkpoint.config)
     return over.rejoined(
         whole,
         names,

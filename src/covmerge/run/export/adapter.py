@@ -17,7 +17,8 @@ from covmerge.files.checkpoints.json_file import dumps, read_object
 from covmerge.files.checkpoints.modules import MODULES
 from covmerge.files.quantised.writing.gguf import GGUF_NAME
 from covmerge.files.stores.hub_cache import HubModel
-from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.store import Store, StoredFile
 from covmerge.plan.planning.adapter import left_out
 from covmerge.plan.planning.types import Plan
 
@@ -141,7 +142,7 @@ _WITHOUT_HEAD = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION")
 
 
 def write_adapter_config(
-    store: WritableStore,
+    store: LocalFolder,
     tensors: Sequence[AdaptedTensor],
     whole: Sequence[WholeTensor],
     parameters: Sequence[str],
@@ -192,7 +193,7 @@ def write_adapter_config(
         "lora_dropout": 0.0,
     }
     content = dumps(config, what="adapter_config", indent=2).encode() + b"\n"
-    WritableFile(store, ADAPTER_CONFIG).put(content)
+    store.put(ADAPTER_CONFIG, content)
     return ADAPTER_CONFIG
 
 

@@ -16,7 +16,8 @@ from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.base import CARD_NAME
 from covmerge.files.checkpoints.layout import HEADS_FOLDER, MASKS_FOLDER
-from covmerge.files.stores.store import Store, WritableFile, WritableStore
+from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.store import Store
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.methods.registry import Reference
@@ -35,7 +36,7 @@ _HASH = 12  # digits of a hash that identify a version
 
 
 def write_card(
-    store: WritableStore,
+    store: LocalFolder,
     plan: Plan,
     parents: Parents,
     config: Mapping[str, Any] | None,
@@ -44,7 +45,7 @@ def write_card(
     """Write README.md into a finished output and return its name; the same merge gives the same bytes."""
     card = _Card(store, plan, parents, config or {}, manifest)
     content = f"---\n{_yaml(card.metadata())}---\n\n{card.text()}".encode()
-    WritableFile(store, CARD_NAME).put(content)
+    store.put(CARD_NAME, content)
     return CARD_NAME
 
 

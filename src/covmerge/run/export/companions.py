@@ -18,7 +18,6 @@ from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import safe_path
 from covmerge.files.stores.regular_file import open_regular, pieces
-from covmerge.files.stores.store import WritableFile, WritableStore
 from covmerge.plan.vocabulary.files import TokenizerFiles
 from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import NO_CHANGES, ConfigChanges
@@ -110,7 +109,7 @@ def hash_companions(source: Path | None) -> dict[str, str]:
 
 def copy_companions(
     source: Path | None,
-    output: WritableStore,
+    output: LocalFolder,
     changes: ConfigChanges = NO_CHANGES,
     known: Mapping[str, str] | None = None,
 ) -> Companions:
@@ -142,18 +141,18 @@ def copy_companions(
     hashes: dict[str, str] = {}
     for name in copied:
         folder, _, file = name.rpartition("/")
-        copy = WritableFile(output.inside(folder), file)
+        to = output.inside(folder)
         if name == "config.json":
-            hashes[name], content = _copy_config(safe_path(source, name), copy, changes)
+            hashes[name], content = _copy_config(safe_path(source, name), to, changes)
             notes += _notes_on_code(source, content)
         elif name == "generation_config.json":
             of_tokens = ConfigChanges(tokens=tokens)
-            hashes[name], _ = _copy_config(safe_path(source, name), copy, of_tokens)
+            hashes[name], _ = _copy_config(safe_path(source, name), to, of_tokens)
         elif file == "config.json":  # the config of a module
             of_dtype = ConfigChanges(changes.dtype)
-            hashes[name], _ = _copy_config(safe_path(source, name), copy, of_dtype)
+            hashes[name], _ = _copy_config(safe_path(source, name), to, of_dtype)
         else:
-            hashes[name] = _copy(safe_path(source, name), copy)
+            hashes[name] = _copy(safe_path(source, name), to)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         check_unchanged(source / name, planned.get(name), hashes.get(name))
@@ -162,10 +161,10 @@ def copy_companions(
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
 
 
-def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str, ...]:
+def _write_tokenizer(tokens: TokenizerFiles, output: LocalFolder) -> tuple[str, ...]:
     names: list[str] = []
     for name, content in tokens.write():
-        WritableFile(output, name).put(content)
+        output.put(name, content)
         names.append(name)
     return tuple(names)
 
@@ -216,22 +215,22 @@ def _is_beside(name: str) -> bool:
     return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
 
 
-def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tuple[str, bytes]:
+def _copy_config(source: Path, to: LocalFolder, changes: ConfigChanges) -> tuple[str, bytes]:
     """Copy a config with changes; return the hash and the content of the original."""
     with _opened(source, _MAX_CONFIG_BYTES) as file:
         content = file.read()
-    copy.put(changes.made_to(content, str(source)))
+    to.put(source.name, changes.made_to(content, str(source)))
     return hashlib.sha256(content).hexdigest(), content
 
 
-def _copy(source: Path, copy: WritableFile) -> str:
+def _copy(source: Path, to: LocalFolder) -> str:
     """Copy a file; return its hash."""
     digest, done = hashlib.sha256(), 0
     with _opened(source, MAX_FILE_BYTES) as file:
         size = source.stat().st_size
-        copy.store.create(copy.name, size, b"", needed=size)
+        to.create(source.name, size, b"", needed=size)
         for chunk in pieces(file):
-            copy.store.write(copy.name, memoryview(chunk), done)
+            to.write(source.name, memoryview(chunk), done)
             digest.update(chunk)
             done += len(chunk)
     return digest.hexdigest()

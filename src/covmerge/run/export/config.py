@@ -15,7 +15,7 @@ from covmerge.files.checkpoints.config_counts import restacked
 from covmerge.files.checkpoints.folder import CONFIG, MLX
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.quantised.view import QUANTISATION
-from covmerge.files.stores.store import WritableFile, WritableStore
+from covmerge.files.stores.local import LocalFolder
 from covmerge.files.tensors.shown import untied_config
 from covmerge.plan.vocabulary.files import TokenizerFiles
 
@@ -87,11 +87,11 @@ class ConfigChanges:
 NO_CHANGES = ConfigChanges()
 
 
-def write_config(store: WritableStore, config: Mapping[str, Any], changes: ConfigChanges) -> None:
+def write_config(store: LocalFolder, config: Mapping[str, Any], changes: ConfigChanges) -> None:
     """Write config.json for a base that has no such file."""
     text = json.dumps(config, indent=2) + "\n"
     content = changes.made_to(text.encode(), store.where(CONFIG))
-    WritableFile(store, CONFIG).put(content)
+    store.put(CONFIG, content)
 
 
 def _parts(config: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from covmerge.files.checkpoints.layout import MASKS_FOLDER, packed_header
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.local import LocalFolder
-from covmerge.files.stores.store import Store, StoredFile, WritableFile, WritableStore, file_at
+from covmerge.files.stores.store import Store, StoredFile, file_at
 from covmerge.files.tensors.shown import seen_untied
 from covmerge.maths.linalg.masks import unpack
 from covmerge.maths.linalg.stored import stored_as
@@ -32,7 +32,7 @@ _FILE = "rescalers.json"
 BASE_PROBE = "base_probe"  # key in covmerge.json of the hash that identifies the base
 
 
-def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
+def write_rescalers(store: LocalFolder, factors: Mapping[str, float]) -> str:
     """Write masks/rescalers.json with each expert's factor and the hash of its masks; return its path."""
     masks = store.inside(MASKS_FOLDER)
     records: dict[str, Json] = {
@@ -40,7 +40,7 @@ def write_rescalers(store: WritableStore, factors: Mapping[str, float]) -> str:
         for expert, factor in factors.items()
     }
     content = dumps(records, what="rescalers", indent=1).encode() + b"\n"
-    WritableFile(masks, _FILE).put(content)
+    masks.put(_FILE, content)
     return f"{MASKS_FOLDER}/{_FILE}"
 
 

@@ -14,7 +14,7 @@ from covmerge.files.checkpoints.layout import Layout, plan_layout, plan_shard
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.files.quantised.writing.gguf import plan_gguf
-from covmerge.files.stores.store import WritableFile, WritableStore
+from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.planning.forms import MODEL, STEM
 from covmerge.plan.planning.types import Plan
 from covmerge.run.engine.outputs import FileOutput
@@ -52,7 +52,7 @@ def files_of(layouts: Mapping[str, Layout]) -> list[str]:
 
 
 def open_output(
-    store: WritableStore, layouts: Mapping[str, Layout], *, made: bool = False
+    store: LocalFolder, layouts: Mapping[str, Layout], *, made: bool = False
 ) -> FileOutput:
     """Create all files at their full size and open them for writing; files of an earlier run are kept.
 
@@ -72,7 +72,7 @@ def folder_of(part: str) -> str:
     return part.rpartition("/")[0]
 
 
-def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[str]:
+def write_indices(layouts: Mapping[str, Layout], store: LocalFolder) -> list[str]:
     """Write an index, as transformers does, for each part with several files; return the paths."""
     found: list[str] = []
     for part, layout in layouts.items():
@@ -82,7 +82,7 @@ def write_indices(layouts: Mapping[str, Layout], store: WritableStore) -> list[s
     return found
 
 
-def _write_index(layout: Layout, store: WritableStore) -> str | None:
+def _write_index(layout: Layout, store: LocalFolder) -> str | None:
     if len(layout.shards) == 1:
         return None
     slots = [slot for shard in layout.shards for slot in shard.entries.values()]
@@ -94,11 +94,11 @@ def _write_index(layout: Layout, store: WritableStore) -> str | None:
         "weight_map": {name: shard.file_name for shard in layout.shards for name in shard.entries},
     }
     content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    WritableFile(store, layout.index_name).put(content)
+    store.put(layout.index_name, content)
     return layout.index_name
 
 
-def write_manifest(store: WritableStore, manifest: Mapping[str, Json]) -> None:
+def write_manifest(store: LocalFolder, manifest: Mapping[str, Json]) -> None:
     """Write covmerge.json, whole or not at all; keys keep their order."""
     content = dumps(manifest, what="manifest", indent=1).encode() + b"\n"
-    WritableFile(store, MANIFEST_NAME).put(content)
+    store.put(MANIFEST_NAME, content)

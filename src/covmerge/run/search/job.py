@@ -293,7 +293,6 @@ class _State:
             remove_remains(out)
             return
         with Staging(out, overwrite=True) as staging:
-            assert staging.folder is not None
             self._merges.write([(recipe, staging.folder)])
             staging.commit()
 
