@@ -108,22 +108,18 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
-    absent: tuple[str, ...] = ()
-    lost: Mapping[str, Lost] = field(default_factory=dict[str, Lost])
-    rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
-    spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
-    overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    foreseen: Mapping[str, str | float | None] = field(
-        default_factory=dict[str, str | float | None]
-    )
-    merged: SpectrumView | None = None
-    before: SpectrumView | None = None
-    retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    merged_cosines: Mapping[str, float] = field(default_factory=dict[str, float])
-    merged_norm: float | None = None
-    quadratics: Mapping[str, Sequence[Sequence[float]] | None] = field(
-        default_factory=dict[str, Sequence[Sequence[float]] | None]
-    )
+    absent: tuple[str, ...]
+    lost: Mapping[str, Lost]
+    rows: Mapping[str, TableRows]
+    spectra: Mapping[str, SpectrumView]
+    overlap: Mapping[tuple[str, str], float]
+    foreseen: Mapping[str, str | float | None]
+    merged: SpectrumView | None
+    before: SpectrumView | None
+    retention: Mapping[str, float | None]
+    merged_cosines: Mapping[str, float]
+    merged_norm: float | None
+    quadratics: Mapping[str, Sequence[Sequence[float]] | None]
 
     @property
     def norms(self) -> dict[str, float]:

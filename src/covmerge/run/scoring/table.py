@@ -132,13 +132,11 @@ class ScoreTable(Tabular):
         """Return a LaTeX table with booktabs; the best merge of each column is bold."""
         best = {column: self._highest(column) for column in self.columns}
         head = " & ".join(["Method", *map(_escaped, self.columns)])
+        sizes = (f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
+        drawn = f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
         lines = [
             f"% covmerge {__version__}, scored by: {' '.join(self.scorer.split())}",
-            *(
-                [f"% In brackets: {self._drawn_from()}."]
-                if any(map(self._ends, self.columns))
-                else []
-            ),
+            *([f"% In brackets: {drawn}."] if any(map(self._ends, self.columns)) else []),
             "% Bold: the best merge of each column; base and experts are not compared.",
             r"% Needs \usepackage{booktabs}.",
             rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
@@ -152,10 +150,6 @@ class ScoreTable(Tabular):
                 cells = [self._latex(row, column, best=best[column]) for column in best]
                 lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
-
-    def _drawn_from(self) -> str:
-        sizes = (f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
-        return f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
 
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
