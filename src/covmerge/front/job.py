@@ -156,7 +156,7 @@ class Job:
             self.options.check_in_memory()
         before = None
         if self.out is not None:  # before the base is run
-            if self.options.rank is not None or self.options.elsewhere is not None:
+            if self.options.rank is not None or self.options.cluster is not None:
                 self.out.share()
             check_not_input(self.out, checkpoints.paths())
             before = self.out.occupant()

@@ -129,15 +129,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of a run, or raise an error before any work.
 
-    Args:
-        plans: one plan, or several that run together over the same reading.
-        max_memory: bytes that the process may take; None: the free memory of the machine.
-        device: the device that computes.
-        threads: cores of the CPU that compute; None: torch's setting.
-        workers: processes that are to share the work; fewer are planned where not all of them fit.
-        processes: number of processes like this one that share the machine's free memory.
-        held: bytes that stay allocated for the whole run.
-        shared: copies of a layer's updates that methods running together may keep.
+    Several plans run together over the same reading. The process may take `max_memory` bytes; None: the
+    free memory of the machine, which `processes` like this one share. `held` bytes stay allocated for the
+    whole run. Methods that run together may keep `shared` copies of a layer's updates. Fewer than `workers`
+    processes are planned where not all of them fit.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing. The peak then follows the size of the largest tensor, not of the model. Small
@@ -197,7 +192,7 @@ def plan_memory(
 
 
 def _hands(device: torch.device) -> int:
-    """Return how many items a worker process has: one on a CPU, else two (one computed, one read).
+    """Return how many items a worker process has: on a GPU two, one computed and one read.
 
     Reading keeps a CPU busy too, so a second item would wait there while another process is idle.
     """

@@ -51,10 +51,8 @@ def usable_device(name: str) -> torch.device:
 def own_device(name: str, place: int, count: int | None = None) -> torch.device:
     """Return the device of one of several processes of a machine; `cuda` gives them the GPUs in turn.
 
-    Args:
-        name: the device as the user gave it; `cuda:1` or `cpu` is returned unchanged.
-        place: number of the process among those of its machine, from 0.
-        count: number of GPUs that the process sees (CUDA_VISIBLE_DEVICES may limit them); None: ask CUDA.
+    `place` is the number of the process among those of its machine, and `count` the number of GPUs that it
+    sees (CUDA_VISIBLE_DEVICES may limit them); None: ask CUDA.
 
     Example:
         >>> [str(own_device("cuda", place, 2)) for place in range(3)]
@@ -131,17 +129,10 @@ def check_room(
     """Check that every batch has room on the device; `plan_memory` checks the memory of the machine.
 
     A batch without room is not computed on another device: the bytes of the output would then depend on
-    how much memory is free.
+    how much memory is free. `processes` share the device. Methods that run together may keep `shared`
+    copies of a layer's updates. The device has `free` bytes; None: ask it.
 
-    Args:
-        batches: all batches of the run.
-        device: the device that computes them.
-        processes: number of processes that share the device.
-        shared: copies of a layer's updates that methods running together may keep.
-        free: free bytes of the device; None: ask the device.
-
-    Returns:
-        Bytes that stay free beside the largest batch; None: the device has no memory of its own.
+    Return the bytes that stay free beside the largest batch; None: the device has no memory of its own.
 
     Raises:
         ResourceError: a batch has no room.

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.settings import Hint, rules_for
 from covmerge.base.threads import ThreadPool
-from covmerge.base.types import Json, LowRank, Measured
+from covmerge.base.types import LowRank, Measured
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.measures.rounding import rounded_to
@@ -133,10 +133,6 @@ class Sizes:
     along: dict[str, float]
     base: float
 
-    def as_json(self) -> dict[str, Json]:
-        """Return the fields as JSON, for the statistics of an item."""
-        return {**vars(self)}
-
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
     """Read the operands of a batch (one item for each plan) in their stored dtypes."""
@@ -204,14 +200,13 @@ def in_parts(
         yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
 
 
-def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:
-    return None if rows is None else range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
-
-
 def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: WorkItem) -> Measured:
     file = sources.statistics[expert]
     # A Gram matrix belongs to the whole tensor, Fisher information to each of its elements.
-    rows = _held(item.rows, file.header(kind, name).shape) if kind == "fisher" else None
+    rows = None
+    if kind == "fisher" and item.rows is not None:
+        held = file.header(kind, name).shape[0]
+        rows = range(min(item.rows.start, held), min(item.rows.stop, held))
     return Measured(file.read(kind, name, rows), file.rows(kind, name), file.total(kind))
 
 
@@ -226,14 +221,9 @@ def take_updates(
 ) -> tuple[dict[str, Update], Sizes]:
     """Turn the stored rows of the experts into updates, with their sizes.
 
-    Args:
-        item: the work item.
-        inputs: rows of the item; the experts' rows are removed from `inputs`.
-        dtype: dtype of the computation.
-        device: device of the computation.
-        models: a dictionary that receives the experts' weights W_t as they are stored, for methods that see
-            weights.
-        keep: whether to return the updates; else they are measured and dropped (None in the result).
+    The experts' rows are removed from `inputs`. `models` receives the experts' weights W_t as they are
+    stored, for methods that see weights. Unless `keep`, the updates are measured and dropped (None in the
+    result).
 
     Raises:
         NotFiniteError: the base or an expert has NaN or Inf, or an update overflows.

@@ -27,51 +27,6 @@ from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, seen_as, take_updates
 
-# Measures of merged updates, for a comparison of methods.
-
-
-class Measures:
-    """Measures of merged updates against the experts' updates, which are prepared once for all of them."""
-
-    def __init__(self, updates: Mapping[str, Tensor], layout: MatrixLayout | None) -> None:
-        """Store the updates that merged updates are measured against.
-
-        Args:
-            updates: Δ_t by expert, of one shape.
-            layout: how the rows hold whole matrices; None: they hold no whole matrix.
-        """
-        self._updates = updates
-        self._layout = layout
-
-    def of(self, merged: Tensor) -> dict[str, Json]:
-        """Return ⟨W̄ − W_0, Δ_t⟩ by expert, and the stable rank and the retention of every matrix."""
-        flat = merged.reshape(-1)
-        dots: dict[str, Json] = {
-            expert: float(torch.dot(flat, update.reshape(-1)))
-            for expert, update in self._updates.items()
-        }
-        if self._layout is None:
-            return {"dots": dots}
-        parts = matrices(merged, self._layout)
-        ranks: list[Json] = [stable_rank(matrix) for matrix in parts]
-        retained: list[Json] = [
-            {expert: retention(matrix, update, gram) for expert, (update, gram) in experts.items()}
-            for matrix, experts in zip(parts, self._experts, strict=True)
-        ]
-        return {"dots": dots, "stable_ranks": ranks, "retention": retained}
-
-    @cached_property
-    def _experts(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
-        """For every matrix, the update of each expert and its Gram matrix."""
-        assert self._layout is not None
-        split = {name: matrices(update, self._layout) for name, update in self._updates.items()}
-        count = len(next(iter(split.values())))
-        return [
-            {name: (parts[place], energy_gram(parts[place])) for name, parts in split.items()}
-            for place in range(count)
-        ]
-
-
 _ROWS = 64  # number of rows that are widened to float64 at once
 
 
@@ -266,10 +221,34 @@ class LayerUpdates:
             for expert, update in self._given.items()
         }
 
+    def measured(self, merged: Tensor) -> dict[str, Json]:
+        """Return ⟨W̄ − W_0, Δ_t⟩ by expert, and the stable rank and the retention of every matrix."""
+        flat = merged.reshape(-1)
+        dots: dict[str, Json] = {
+            expert: float(torch.dot(flat, update.reshape(-1)))
+            for expert, update in self._updates.items()
+        }
+        if self._item.matrices is None:
+            return {"dots": dots}
+        parts = matrices(merged, self._item.matrices)
+        ranks: list[Json] = [stable_rank(matrix) for matrix in parts]
+        retained: list[Json] = [
+            {expert: retention(matrix, update, gram) for expert, (update, gram) in experts.items()}
+            for matrix, experts in zip(parts, self._with_grams, strict=True)
+        ]
+        return {"dots": dots, "stable_ranks": ranks, "retention": retained}
+
     @cached_property
-    def measures(self) -> Measures:
-        """The measures of merged updates against these updates."""
-        return Measures(self._updates, self._item.matrices)
+    def _with_grams(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
+        """For every matrix, the update of each expert and its Gram matrix; several methods share them."""
+        layout = self._item.matrices
+        assert layout is not None
+        split = {name: matrices(update, layout) for name, update in self._updates.items()}
+        count = len(next(iter(split.values())))
+        return [
+            {name: (parts[place], energy_gram(parts[place])) for name, parts in split.items()}
+            for place in range(count)
+        ]
 
     def _factors(self, merge: Merge, method: Method) -> list[list[LowRank]] | None:
         """Return the oriented factors of all updates, for each matrix.

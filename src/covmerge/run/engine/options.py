@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 import psutil
@@ -14,7 +14,7 @@ from covmerge.base.settings import Hint
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
-from covmerge.run.engine.cluster import RayCluster
+from covmerge.run.engine.cluster.executor import CLIENT_HOLDS, Cluster
 from covmerge.run.engine.devices import (
     check_room,
     gpus_of,
@@ -45,14 +45,13 @@ class RunOptions:
             number chosen by the work, the cores and the memory. Worker processes import the main script
             again, so the script must merge under `if __name__ == "__main__":`.
         rank: this process among several that were all started to do this merge; None: it is alone.
-        elsewhere: the Ray cluster that does the work; None: this machine does.
+        cluster: address of the Ray cluster that does the work; None: this machine does.
         patience: seconds without news after which a rank is considered gone.
         max_memory: bytes that the process may take; None: the free memory of the machine.
         resume: whether to continue an interrupted run.
         overwrite: whether to replace an existing output of covmerge.
         progress: called for every finished piece of work; None: progress is not reported.
         collecting: called for every batch that runs through the base, where its inputs are collected first.
-        cluster: address of a Ray cluster; it sets `elsewhere`.
 
     Raises:
         InputError: `workers` is neither a number above 0 nor "auto".
@@ -62,20 +61,15 @@ class RunOptions:
     threads: int | None = None
     workers: Workers = 1
     rank: Rank | None = None
-    elsewhere: RayCluster | None = None
+    cluster: str | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
     overwrite: bool = False
     progress: Progress | None = None
     collecting: Collecting | None = None
-    cluster: InitVar[str | None] = None
 
-    def __post_init__(self, cluster: str | None) -> None:
-        """Check `workers`, and turn the address of a cluster into `elsewhere`."""
-        if cluster is not None:
-            nodes = RayCluster(cluster, named_device(self.device))
-            object.__setattr__(self, "elsewhere", nodes)
+    def __post_init__(self) -> None:
         workers = self.workers
         if workers != AUTO and not (type(workers) is int and workers > 0):
             raise InputError(
@@ -97,11 +91,8 @@ class RunOptions:
     @property
     def torch_device(self) -> torch.device:
         """The device that computes items; the device of other machines is checked there, not here."""
-        return self.device_here if self.elsewhere is None else self.elsewhere.device
-
-    @property
-    def device_here(self) -> torch.device:
-        """The device of this process, checked to be usable; see `own_device` and `usable_device`."""
+        if self.cluster is not None:
+            return named_device(self.device)
         return usable_device(str(self._devices(1)[0]))
 
     def _devices(self, workers: int) -> list[torch.device]:
@@ -116,8 +107,8 @@ class RunOptions:
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
         """Divide the memory; see `plan_memory`. Other machines check against their own memory."""
-        if self.elsewhere is not None:
-            resident = psutil.Process().memory_info().rss + held + self.elsewhere.client_holds
+        if self.cluster is not None:
+            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
             return MemoryPlan(resident, 0, 0, lanes=1)
         if self.workers == AUTO:
             return self._memory_of_chosen(plans, held, shared)
@@ -175,7 +166,7 @@ class RunOptions:
     @property
     def processor(self) -> str:
         """The name of the CPU or GPU that computes; another model may round sums differently."""
-        return "a cluster's" if self.elsewhere is not None else processor_of(self.torch_device)
+        return "a cluster's" if self.cluster is not None else processor_of(self.torch_device)
 
     def threads_for(self, plan: Plan) -> int | None:
         """Return how many CPU threads compute a large matrix; the number decides how sums are rounded.
@@ -193,8 +184,8 @@ class RunOptions:
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return the executor of the run; `opener` returns how other processes open the sources."""
-        if self.elsewhere is not None:
-            return self.elsewhere.executor(opener(), self.max_memory)
+        if self.cluster is not None:
+            return Cluster(self.cluster, opener(), self.max_memory)
         threads = Threads(
             in_flight=memory.own_in_flight,
             lanes=memory.lanes,

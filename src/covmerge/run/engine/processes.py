@@ -36,7 +36,7 @@ from covmerge.run.engine.executor import (
     moved_together,
     portable,
 )
-from covmerge.run.engine.hashing import FileCheck
+from covmerge.run.engine.hashing import WeightsCheck
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
@@ -110,7 +110,7 @@ class Processes(Executor):
             task.selections.absorb_counted(memoryview(counts))
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`. End the other processes, which are done, and read in this one."""
         self.close()

@@ -15,15 +15,12 @@ class Progress(Protocol):
 
     def start(self, total: int) -> None:
         """Note that work begins; `total` bytes will be read and written."""
-        ...
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
         """Note `size` more bytes as done, by an earlier run if `resumed`; tensor `what` was the last."""
-        ...
 
     def finish(self) -> None:
         """Note that work is over, in success or failure."""
-        ...
 
 
 class Bar(Protocol):
@@ -43,17 +40,8 @@ Advanced = Callable[[int, int, str], object]
 AnyProgress = Progress | Advanced | type[Bar]
 
 
-class Silent:
+class Silent(Progress):
     """A progress that does nothing, for callers that gave none."""
-
-    def start(self, total: int) -> None:
-        """Do nothing."""
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def as_progress(given: AnyProgress) -> Progress:

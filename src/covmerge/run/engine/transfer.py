@@ -30,7 +30,6 @@ class Arrival(Protocol):
 
     def synchronize(self) -> None:
         """Wait for the event."""
-        ...
 
 
 def pinned_bytes(device: torch.device) -> int:

@@ -45,13 +45,8 @@ def choose_workers(
     cores beside these, or if reading and converting is most of the work. Each of several GPUs gets a
     process.
 
-    Args:
-        plans: the plans that run together.
-        device: the device that computes.
-        threads: cores of the CPU that this process computes on.
-        cores: cores of the machine that this process may use; None: ask the system.
-        gpus: number of GPUs that the processes may use.
-        in_memory: whether the result stays in the memory of this process.
+    This process computes on `threads` of the machine's `cores` (None: ask the system). `in_memory` says
+    whether the result stays in the memory of this process.
     """
     cores = usable_cores() if cores is None else cores
     batches = list(zip(*(plan.items for plan in plans), strict=True))

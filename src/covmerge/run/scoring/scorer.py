@@ -194,7 +194,6 @@ class Scorer(Protocol):
 
     def check(self) -> None:
         """Raise, before any merge begins, if the scorer cannot run."""
-        ...
 
     def score(self, model: Path) -> Scores:
         """Score a model.

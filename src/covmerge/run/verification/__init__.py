@@ -5,8 +5,7 @@ files    the check of every file's hash, and the checks of a weight file's tenso
 verify   all checks, in one reading of the output
 """
 
-from covmerge.run.verification.files import WeightsCheck
 from covmerge.run.verification.outcome import DIFFERS, Check, Verification
 from covmerge.run.verification.verify import examine, verify
 
-__all__ = ["DIFFERS", "Check", "Verification", "WeightsCheck", "examine", "verify"]
+__all__ = ["DIFFERS", "Check", "Verification", "examine", "verify"]

@@ -32,18 +32,17 @@ from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine.entries import MOSTLY, rounding_said
-from covmerge.run.engine.hashing import ReadFiles, read_files
-from covmerge.run.engine.thread_count import use_threads
-from covmerge.run.export.expert_models import find_masks
-from covmerge.run.verification.files import (
-    Found,
+from covmerge.run.engine.hashing import (
     Onlooker,
+    ReadFiles,
     WeightsCheck,
-    check_files,
-    hash_files,
     hashes_in,
     hashes_of,
+    read_files,
 )
+from covmerge.run.engine.thread_count import use_threads
+from covmerge.run.export.expert_models import find_masks
+from covmerge.run.verification.files import Found, check_files, hash_files
 from covmerge.run.verification.outcome import DIFFERS, Check, Verification, all_there, check_heads
 
 # Checks of a merged adapter.

@@ -26,7 +26,7 @@ from covmerge.run.engine.executor import (
     moved_together,
     own_first,
 )
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing
+from covmerge.run.engine.hashing import Contents, Hashing, WeightsCheck
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
 from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
 from covmerge.run.engine.ranks.session import Session
@@ -75,7 +75,7 @@ class Ranks:
         return SharedHashing(self._session, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by all ranks, a share each."""
         return lead_reading(self._session, sizes, file_check, base)
