@@ -31,7 +31,7 @@ from covmerge.run.engine.ranks.executor import Ranks
 from covmerge.run.engine.ranks.rank import Rank
 from covmerge.run.engine.ranks.session import Gathering
 from covmerge.run.engine.run import RunResult
-from covmerge.run.judgement import check_fit
+from covmerge.run.judgement.judge import check_fit
 from covmerge.run.output import OutputFiles, merge_stats, run_figures
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.sources import OpenCheckpoints

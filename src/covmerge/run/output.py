@@ -64,10 +64,8 @@ def account_of_lengths(
 ) -> MergeSummary:
     """Return a note or a warning on merged updates that are longer than the experts' updates together.
 
-    Args:
-        entries: by tensor, as in covmerge.json.
-        diagnostics: the method's diagnostics. Where they give the length in the outputs and it is not too
-            long, the tensor is reported as harmless.
+    Where the method's diagnostics give the length in the outputs and it is not too long, the tensor is
+    reported as harmless.
     """
     outputs = {
         one.tensor: max(lengths)
@@ -131,9 +129,9 @@ class OutputFiles:
         self.output = open_output(store, self._layouts)
         self._copied = Companions()
         if not self._is_adapter:  # an adapter is loaded over a base that has companion files
-            base = checkpoints.base
+            base, stored = checkpoints.base, plan.recipe.output.dtype
             changes = ConfigChanges(
-                _config_dtype(plan),
+                None if stored == "base" else getattr(torch, stored),
                 base.order,
                 plain=not is_quantised(base),
                 quantisation=plan.quantisation,
@@ -142,9 +140,8 @@ class OutputFiles:
                 other=None if checkpoints.views.moe is None else base.config,
             )
             self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
-            if (
-                base.config is not None and CONFIG not in self._copied.copied
-            ):  # the config was in a GGUF file, or in memory
+            # The config may be in a GGUF file, or in memory.
+            if base.config is not None and CONFIG not in self._copied.copied:
                 if plan.gguf is None:
                     check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
@@ -184,32 +181,64 @@ class OutputFiles:
         said = cast("Mapping[str, Json]", stats)
         if "rescalers" in stats:
             said = {**said, BASE_PROBE: probe(base)}
-        record = manifest(plan, sources, notes, warnings, {**self._base_changes(), **said})
+        record: dict[str, Json] = {
+            "covmerge": __version__,
+            "torch": torch.__version__,
+            "recipe": dump_recipe(plan.recipe),
+            "chosen": plan.chosen,
+            **({"extensions": [one.as_json() for one in plan.origins]} if plan.origins else {}),
+            "family": plan.family,
+            "sources": sources,
+            "notes": list(notes),
+            "warnings": list(warnings),
+            **self._base_changes(),
+            **said,
+        }
         beside.append(write_card(store, plan, self._parents, base.config, record))
-        sources = cast("Mapping[str, Any]", record["sources"])
-        notes += tuple(note for note in alike_by_content(sources) if note not in notes)
-        report, removed = seal(
-            store,
-            {**record, "notes": list(notes)},
-            [*self._files, *beside],
-            out=out,
-            base=None if self._is_adapter or not compared else base,
-            may_equal_base=may_equal_base,
-            removed=self._removed,
-            read=read,
-        )
+        alike = alike_by_content(cast("Mapping[str, Any]", sources))
+        notes += tuple(note for note in alike if note not in notes)
+        record["notes"] = list(notes)
+        files = [*self._files, *beside]
+        self._removed += remove_others(store, files)
+        against = None if self._is_adapter or not compared else base
+        report = self._sealed(record, files, out, against, may_equal_base, read)
         return MergedFolder(
             path=out.folder,
             recipe=plan.recipe,
             stats=stats,
             run=run_figures(done, memory),
             diagnostics=account.rows,
-            notes=(*notes, *self._linked, *removed),
+            notes=(*notes, *self._linked, *_strays(self._removed, files)),
             warnings=warnings,
             verification=report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
+
+    def _sealed(
+        self,
+        record: Mapping[str, Json],
+        files: Sequence[str],
+        out: Store,
+        base: Checkpoint | None,
+        may_equal_base: bool,
+        read: ReadFiles,
+    ) -> Verification:
+        """Check the output in one reading, and write covmerge.json with the hashes of all its files.
+
+        Raises:
+            CheckFailed: the output failed its verification.
+        """
+        checks, found = examine(self._store, record, sorted(files), base=base, read=read)
+        lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
+        if lost:
+            checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
+        report = Verification(out.folder or out, checks)
+        if not (may_equal_base and report.failed == (DIFFERS,)):
+            report.raise_if_failed()
+        hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
+        write_manifest(self._store, {**record, "files": hashes})
+        return report
 
     @property
     def _is_adapter(self) -> bool:
@@ -260,72 +289,7 @@ class OutputFiles:
         yield from changed_and_left_out(self._plan, changed)
 
 
-def manifest(
-    plan: Plan,
-    sources: Mapping[str, Json],
-    notes: Sequence[str],
-    warnings: Sequence[str],
-    stats: Mapping[str, Json],
-) -> dict[str, Json]:
-    """Return the content of covmerge.json, without the hashes of the output files."""
-    return {
-        "covmerge": __version__,
-        "torch": torch.__version__,
-        "recipe": dump_recipe(plan.recipe),
-        "chosen": plan.chosen,
-        **({"extensions": [origin.as_json() for origin in plan.origins]} if plan.origins else {}),
-        "family": plan.family,
-        "sources": sources,
-        "notes": list(notes),
-        "warnings": list(warnings),
-        **stats,
-    }
-
-
-def seal(
-    store: WritableStore,
-    record: Mapping[str, Json],
-    files: Sequence[str],
-    *,
-    out: Store,
-    base: Checkpoint | None = None,
-    may_equal_base: bool = False,
-    removed: Sequence[str] = (),
-    read: ReadFiles = read_files,
-) -> tuple[Verification, tuple[str, ...]]:
-    """Check the output in one reading, and write covmerge.json with the hashes of all its files.
-
-    Args:
-        store: where the output was written.
-        record: content of covmerge.json, without the hashes.
-        files: the written files, as paths in the store; all other files in the store are removed.
-        out: final place of the output, for the report.
-        base: the checkpoint that the output is compared with.
-        may_equal_base: whether an output that equals the base passes.
-        removed: files that were removed before, for the notes.
-        read: reads the files of weights, on the machine that merged them.
-
-    Returns:
-        The result of the checks, and notes.
-
-    Raises:
-        CheckFailed: the output failed its verification.
-    """
-    removed = [*removed, *remove_others(store, files)]
-    checks, found = examine(store, record, sorted(files), base=base, read=read)
-    lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
-    if lost:
-        checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
-    report = Verification(out.folder or out, checks)
-    if not (may_equal_base and report.failed == (DIFFERS,)):
-        report.raise_if_failed()
-    hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
-    write_manifest(store, {**record, "files": hashes})
-    return report, _strays(removed, files)
-
-
 def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
-    """Return a note on removed files that do not belong to this merge."""
     strange = sorted({*removed} - {*files, MANIFEST_NAME})
     if not strange:
         return ()
@@ -333,12 +297,6 @@ def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
         "removed from the unfinished output, as this merge had not written it: "
         + some(strange, 10),
     )
-
-
-def _config_dtype(plan: Plan) -> torch.dtype | None:
-    """Return the dtype that config.json must state; None if the weights keep the base's dtype."""
-    stored = plan.recipe.output.dtype
-    return None if stored == "base" else getattr(torch, stored)
 
 
 def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, MergeSummary]:

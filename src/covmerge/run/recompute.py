@@ -119,10 +119,7 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
     """Choose `count` merged tensors, evenly, first those that a reference implementation can compute.
 
     If a method's reference implementation can compute none of its tensors, these tensors are among the
-    first too, so that every method is checked.
-
-    Returns:
-        By tensor name, why no reference implementation computes the tensor; "" if one does.
+    first too, so that every method is checked. Return by name why none computes a tensor; "" if one does.
     """
     reasons = {t.name: _beyond_a_reference(t, t.merge) for t in plan.tensors if t.merge is not None}
     methods = {t.name: t.merge.method for t in plan.tensors if t.merge is not None}
@@ -165,14 +162,9 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class _Element:
-    """The element of a tensor that is farthest from its recomputed value.
+    """The element of a tensor that is farthest from its recomputed value."""
 
-    Attributes:
-        beyond: its distance, less what storing the element may change.
-        place: its index in the tensor.
-    """
-
-    beyond: float = 0.0
+    beyond: float = 0.0  # its distance, less what storing it may change
     place: tuple[int, ...] = ()
 
 
@@ -243,16 +235,8 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     recorded recipe, and thresholds over the whole model are computed again. Then the tensors are merged
     by the methods' reference implementations (`covmerge.maths.reference`), which share no code with the
     kernels that merged them. If a method has no reference implementation, or the tensor is too large for
-    it, the method's own kernel runs in float64.
-
-    Args:
-        folder: the output, by path or address.
-        tensors: number of merged tensors to recompute, evenly spaced; first those that a
-            reference implementation can compute.
-
-    Returns:
-        A check that names the tensors that differ from what the sources give, and the tensors that
-        no reference implementation computed.
+    it, the method's own kernel runs in float64. The check names the tensors that differ from what the
+    sources give, and those that no reference implementation computed.
 
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
@@ -282,7 +266,6 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 
 
 def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
-    """Return the text of the check: which tensors are right or wrong, and how they were recomputed."""
     by_kernels = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
     kernels = f"covmerge's own kernels in float64: {some(by_kernels, 5, between='; ')}"
     if not by_kernels:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
@@ -143,14 +143,6 @@ class MergeResult(Tabular):
         )
 
 
-class Saves(Protocol):
-    """A function that writes the result of a merge in memory to a folder."""
-
-    def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
-        """Write the result as a merge to disk would write it."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergedTensors(MergeResult):
     """The result of a merge in memory: it has `tensors`, and no `path`.
@@ -158,13 +150,13 @@ class MergedTensors(MergeResult):
     Attributes:
         tensors: merged weights by name. If the base is in memory, tied names are included and share one
             tensor.
-        saver: the function that `save` calls.
+        saver: the function that `save` calls with the folder and `overwrite`.
     """
 
     path: None = None
     tensors: dict[str, Tensor]
     verification: None = None
-    saver: Saves | None = field(default=None, compare=False)
+    saver: Callable[..., MergedFolder] | None = field(default=None, compare=False)
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> MergedFolder:
         """Write the folder that the same merge with `out` writes: weights, config, tokenizer, manifest.

@@ -52,12 +52,6 @@ class Views:
     moe: Mixture | None = None
     text: Text | None = None
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> Views:
-        """Return the views that a recipe asks for."""
-        form = recipe.output.format
-        return cls(recipe.slices, recipe.tokenizer, recipe.chat_template, form, recipe.moe)
-
 
 _BY_TOKEN = Hint("tokenizer", "union")
 
@@ -137,8 +131,7 @@ class OpenCheckpoints:
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch the files that planning did not need, and check statistics files by reading them once.
 
-        Args:
-            leads: whether this process checks the statistics; False if another process of the merge does.
+        `leads` is False where another process of the merge checks the statistics.
 
         Raises:
             InputError: the tensors of a statistics file have another hash than it states.
@@ -166,11 +159,15 @@ class OpenCheckpoints:
         """Hashes of the base's companion files, taken at the first access of this property."""
         return hash_companions(self.base.folder)
 
+    @property
+    def _statistics(self) -> dict[str, Json]:
+        return {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+
     def identity(self) -> dict[str, Json]:
         """Return facts that identify the sources, for the digest of a plan."""
         return {
             **{key: checkpoint.identity() for key, checkpoint in self.all()},
-            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
+            **self._statistics,
             **{
                 f"stamp of statistics {name}": stamp_of(file.path.stat())
                 for name, file in self.statistics.items()
@@ -215,8 +212,7 @@ class OpenCheckpoints:
 
     def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """Return the keys of sources whose contents differ from those in a manifest."""
-        now: dict[str, Json] = {key: fingerprint(one) for key, one in self.all()}
-        now |= {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+        now = {**{key: fingerprint(one) for key, one in self.all()}, **self._statistics}
         return (key for key in now if recorded.get(key, {}).get("content") != now[key])
 
     def opener(self, plans: Sequence[Plan]) -> Opener:
@@ -357,19 +353,16 @@ def open_checkpoints(
 def open_recipe(
     recipe: Recipe, base: Source | None = None, experts: Mapping[str, Source] | None = None
 ) -> Generator[OpenCheckpoints]:
-    """Open the sources of a recipe.
-
-    Args:
-        recipe: names the sources.
-        base: the base itself, if the recipe has only a label for it, such as that of a state dict.
-        experts: the experts themselves, if the recipe has only labels for them.
-    """
+    """Open the sources of a recipe; base or experts are given where it has only labels for them."""
     named = {name: expert.source for name, expert in recipe.experts.items()}
+    views = Views(
+        recipe.slices, recipe.tokenizer, recipe.chat_template, recipe.output.format, recipe.moe
+    )
     with open_checkpoints(
         recipe.base if base is None else base,
         named if experts is None else experts,
         statistics_of(recipe),
-        Views.of(recipe),
+        views,
     ) as opened:
         yield opened
 
@@ -382,14 +375,10 @@ def statistics_of(recipe: Recipe) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Description:
-    """A description of sources, from which another process can open them.
+    """A description of sources, from which another process can open them; see `OpenCheckpoints`.
 
     Attributes:
         places: path, address or Hub name of each checkpoint, by key.
-        statistics: statistics files by expert.
-        adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
-            (`AdaptedBase`).
-        views: the views that are applied to the checkpoints.
         identity: facts that identify the sources, to see whether one changed.
     """
 

@@ -18,7 +18,7 @@ from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.hashing import Contents
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
-from covmerge.run.judgement import check_fit
+from covmerge.run.judgement.judge import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.result import MergeResult
 from covmerge.run.sources import OpenCheckpoints

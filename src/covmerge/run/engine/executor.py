@@ -38,38 +38,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished item, whose result has been written.
+    """A finished item, whose result has been written."""
 
-    Attributes:
-        index: index of the item's batch.
-        number: place of the item in its batch.
-        checksum: checksum of the bytes written.
-        stats: measurements of the item, as JSON.
-        spans: when the item was read, computed and written; only the first item of a batch has the reading.
-    """
-
-    index: int
-    number: int
-    checksum: str
-    stats: Mapping[str, Json]
-    spans: tuple[Span, ...]
+    index: int  # of the item's batch
+    number: int  # place of the item in its batch
+    checksum: str  # of the bytes written
+    stats: Mapping[str, Json]  # measurements of the item
+    spans: tuple[Span, ...]  # of its stages; only the first item of a batch has the reading
 
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of an executor beside the batches.
-
-    Attributes:
-        sources: the checkpoints and statistics to read.
-        context: dtype, device and settings of the computation.
-        outputs: where the results go, by place in the batch; empty for counting.
-        selections: the counters that counting adds to; None for a merge.
-    """
+    """The arguments of an executor beside the batches."""
 
     sources: Sources
     context: Context
-    outputs: Sequence[Output] = ()
-    selections: Selections | None = None
+    outputs: Sequence[Output] = ()  # by place in the batch; empty for counting
+    selections: Selections | None = None  # the counters that counting adds to; None for a merge
 
 
 class Executor(Protocol):

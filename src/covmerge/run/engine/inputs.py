@@ -33,12 +33,7 @@ _AT_ONCE = 8  # sources on other machines that are read at the same time
 
 @dataclass(frozen=True)
 class Sources:
-    """The checkpoints and statistics that a run reads.
-
-    Attributes:
-        checkpoints: checkpoints by the key that operands use (`Operand.source`).
-        statistics: statistics files by expert.
-    """
+    """The checkpoints (by `Operand.source`) and the statistics files (by expert) that a run reads."""
 
     checkpoints: Mapping[str, Checkpoint]
     statistics: Statistics = field(default_factory=dict[str, Any])

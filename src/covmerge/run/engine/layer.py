@@ -177,7 +177,6 @@ class LayerUpdates:
         method: Method,
         thresholds: Mapping[str, Mapping[str, float]],
     ) -> Change:
-        """Run the method on the tensor, or on each of its matrices."""
         groups = self._groups(item, merge, method, thresholds.get(merge.key))
         with naming(item.tensor):
             results = [
@@ -347,7 +346,6 @@ class LayerUpdates:
     def _rounding_of(
         self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
     ) -> list[tuple[Rounding, ...]]:
-        """Return the rounding of the stored weights in the updates of each matrix."""
         if layout not in self._rounding:
             dtypes = [self._rounded_to.get(expert) for expert in self._updates]
             base = self._bases(layout) if any(dtypes) else [None] * len(views)

@@ -115,7 +115,6 @@ class RunOptions:
         return self._memory_of(self.workers, plans, held, shared)
 
     def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        """Choose the number of processes, and divide the memory among them."""
         chosen = choose_workers(
             plans,
             device=self.torch_device,

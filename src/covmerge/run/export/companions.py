@@ -19,7 +19,6 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import safe_path
 from covmerge.files.stores.regular_file import open_regular, pieces
 from covmerge.files.stores.store import WritableFile, WritableStore
-from covmerge.plan.vocabulary.files import TokenizerFiles
 from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import NO_CHANGES, ConfigChanges
 
@@ -71,9 +70,7 @@ class Companions:
     def with_config(self, name: str, *, held: bool) -> Companions:
         """Return these companions with a config that was written although the base has no file of it.
 
-        Args:
-            name: file name of the config.
-            held: whether the base was in memory; otherwise the config is made from its GGUF file.
+        The base is held in memory; otherwise the config is made from its GGUF file.
         """
         said = (
             f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
@@ -118,14 +115,8 @@ def copy_companions(
 
     Files are copied byte for byte, with two exceptions: configs change as `changes` says (dtype, layers,
     ties, quantisation, tokens), and the files of a new tokenizer replace the base's. Code is never
-    copied: the user should read it before it lies where `trust_remote_code` finds it.
-
-    Args:
-        source: the base's folder; None if the base has none (a single file, a dict).
-        output: the store of the output; files of the same names are replaced.
-        changes: the differences of the output's configs from the base's.
-        known: hashes of the files when the merge was planned, as `hash_companions` returns them; None
-            accepts the files as they are.
+    copied: the user should read it before it lies where `trust_remote_code` finds it. `known` has the
+    hashes of the files when the merge was planned (`hash_companions`); None accepts the files as they are.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or has
@@ -133,7 +124,10 @@ def copy_companions(
         ResourceError: the disk is full.
     """
     tokens = changes.tokens
-    written = () if tokens is None else _write_tokenizer(tokens, output)
+    written: tuple[str, ...] = ()
+    for name, content in () if tokens is None else tokens.write():
+        WritableFile(output, name).put(content)
+        written += (name,)
     if source is None:
         return Companions(written, (_NO_CONFIG if written else _NOTHING,))
     of_base = _companion_names(source)
@@ -162,14 +156,6 @@ def copy_companions(
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
 
 
-def _write_tokenizer(tokens: TokenizerFiles, output: WritableStore) -> tuple[str, ...]:
-    names: list[str] = []
-    for name, content in tokens.write():
-        WritableFile(output, name).put(content)
-        names.append(name)
-    return tuple(names)
-
-
 def is_weights(name: str) -> bool:
     """Return whether a file of this name is taken for weights, or for an index of weights."""
     return matches_any(name, _WEIGHTS)
@@ -187,33 +173,25 @@ def _listing(source: Path) -> Generator[None, None, None]:
 
 def _companion_names(source: Path) -> list[str]:
     """Return the companions' paths relative to `source`, sorted, with `/` between the parts."""
+    found: set[str] = set()
     with _listing(source):
-        return list(_companions_in(source))
-
-
-def _companions_in(source: Path) -> Iterator[str]:
-    of_modules = [f"{folder.path}/{name}" for folder in _modules(source) for name in folder.names]
-    found = {name for name in of_modules if _is_beside(name)}
-    for child in source.iterdir():
-        if child.is_file() and matches_any(child.name, _COMPANIONS):
-            found.add(child.name)
-        elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
-            inside = safe_path(source, child.name).iterdir()
-            names = (
-                f.name for f in inside if f.is_file() and matches_any(f.name, _IN_COMPANION_FOLDERS)
-            )
-            found.update(f"{child.name}/{name}" for name in names)
-    yield from sorted(found)
+        for folder in _modules(source):
+            beside = [name for name in folder.names if name.endswith(BESIDE)]
+            found |= {f"{folder.path}/{n}" for n in beside if not is_weights(n.rpartition("/")[2])}
+        for child in source.iterdir():
+            if child.is_file() and matches_any(child.name, _COMPANIONS):
+                found.add(child.name)
+            elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
+                inside = [f.name for f in safe_path(source, child.name).iterdir() if f.is_file()]
+                names = (n for n in inside if matches_any(n, _IN_COMPANION_FOLDERS))
+                found.update(f"{child.name}/{name}" for name in names)
+    return sorted(found)
 
 
 def _modules(source: Path) -> list[Folder]:
     """Return the folders of a sentence-transformers model's modules; none for other models."""
     store = LocalFolder(source)
     return module_folders(store, store.names())
-
-
-def _is_beside(name: str) -> bool:
-    return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
 
 
 def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tuple[str, bytes]:
@@ -225,7 +203,6 @@ def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tu
 
 
 def _copy(source: Path, copy: WritableFile) -> str:
-    """Copy a file; return its hash."""
     digest, done = hashlib.sha256(), 0
     with _opened(source, MAX_FILE_BYTES) as file:
         size = source.stat().st_size

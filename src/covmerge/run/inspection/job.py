@@ -46,8 +46,10 @@ from covmerge.run.engine.threads import Threads
 from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import check_headers, findings_of, lenient
-from covmerge.run.judgement import changed_integers, judge, other_settings, owned_by
+from covmerge.run.judgement.judge import judge, owned_by
 from covmerge.run.judgement.layers import by_depth
+from covmerge.run.judgement.settings import other_settings
+from covmerge.run.judgement.values import changed_integers
 from covmerge.run.sources import OpenCheckpoints
 
 
@@ -366,7 +368,6 @@ def _view(
 
 
 def _is_packed(*models: Model) -> bool:
-    """Return whether any of the models is stored quantised, and read dequantised."""
     return any(model.checkpoint.quantisation is not None for model in models)
 
 

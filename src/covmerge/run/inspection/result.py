@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import isfinite, sqrt
+from operator import add
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
@@ -19,8 +21,7 @@ from covmerge.maths.measures.retention import along, overall
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums
 from covmerge.maths.measures.table_rows import TableRows
-from covmerge.run.judgement import LayerSums
-from covmerge.run.judgement.layers import TABLES
+from covmerge.run.judgement.layers import TABLES, LayerSums
 
 
 class InspectionFigures(TypedDict, total=False):
@@ -270,18 +271,15 @@ class Inspection(Tabular):
 
     def total(self, layers: Iterable[LayerView] | None = None) -> Sums | None:
         """Return the sums over all layers, or over `layers`; None if there is no layer."""
-        found: Sums | None = None
-        for layer in self.layers if layers is None else layers:
-            found = layer.sums if found is None else found + layer.sums
-        return found
+        found = [layer.sums for layer in (self.layers if layers is None else layers)]
+        return reduce(add, found) if found else None
 
     def totals(self) -> dict[str, ExpertTotal]:
         """Return measurements of each expert's whole update, over the layers that the expert has."""
         found: dict[str, ExpertTotal] = {}
         for place, name in enumerate(self.compared):
-            sums = self.total(layer for layer in self.layers if name not in layer.absent)
-            if sums is None:
-                sums = self.total()
+            there = [layer for layer in self.layers if name not in layer.absent]
+            sums = self.total(there or self.layers)
             assert sums is not None
             base = sums.base_norm
             found[name] = ExpertTotal(

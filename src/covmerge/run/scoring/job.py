@@ -95,19 +95,12 @@ _MOST_VALUES = 30_000_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to be scored.
-
-    Attributes:
-        label: name of the model in the table.
-        folder: folder of the model.
-        hash: a hash that covers all bytes of the model.
-        bound: whether the model is the base or an expert.
-    """
+    """A model to be scored."""
 
     label: str
     folder: Path
-    hash: str
-    bound: bool = False
+    hash: str  # covers all bytes of the model
+    bound: bool = False  # whether it is the base or an expert
 
 
 def candidates(

@@ -170,7 +170,6 @@ def _in_script(command: Sequence[str]) -> bool:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """Return the last lines of a command's output."""
     size = file.seek(0, 2)
     file.seek(max(0, size - _LINES * 10 * _WIDTH))
     lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
@@ -210,19 +209,12 @@ AnyScorer = str | Scorer | Callable[[Path], Any]
 
 @dataclass(frozen=True)
 class Named:
-    """A scorer that has a name, followed by a colon and arguments.
-
-    Attributes:
-        open: makes the scorer from the arguments.
-        package: the package that the scorer needs.
-        install: argument of `pip install` for the package.
-        example: example of the arguments.
-    """
+    """A scorer that has a name, followed by a colon and arguments."""
 
     open: Callable[[Sequence[str]], Scorer]
-    package: str
-    install: str
-    example: str
+    package: str  # that the scorer needs
+    install: str  # argument of `pip install` for the package
+    example: str  # of the arguments
 
 
 NAMED: Mapping[str, Named] = {

@@ -24,21 +24,13 @@ _SPECIAL = str.maketrans(
 
 @dataclass(frozen=True)
 class Scored:
-    """One row: a model and its scores.
-
-    Attributes:
-        label: name of the model.
-        scores: scores by task.
-        seconds: seconds that scoring took.
-        kept: whether the scores are from an earlier run.
-        bound: whether the model is the base or an expert, and no merge.
-    """
+    """One row: a model, its scores by task, and the seconds that scoring took."""
 
     label: str
     scores: Scores
     seconds: float
-    kept: bool = False
-    bound: bool = False
+    kept: bool = False  # whether the scores are from an earlier run
+    bound: bool = False  # whether the model is the base or an expert, and no merge
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,8 +61,7 @@ class ScoreTable(Tabular):
     def interval(self, row: Scored, column: str) -> Interval | None:
         """Return the 95 % interval over the examples; None if scores of examples are not known."""
         found = self._examples(row, column)
-        sampled = self._resamples(column)
-        return None if found is None or sampled is None else sampled.mean(found)
+        return None if found is None else self._drawn.mean(found)
 
     def best(self, column: str, among: Collection[str] | None = None) -> str | None:
         """Return the label with the highest score, of `among` or of all; None if no score is finite."""
@@ -83,10 +74,7 @@ class ScoreTable(Tabular):
         """Return one model's lead over another on the same examples; None if examples are not known."""
         rows = {row.label: row for row in self.rows}
         one, two = (self._examples(rows[name], column) for name in (label, other))
-        sampled = self._resamples(column)
-        if one is None or two is None or sampled is None:
-            return None
-        return sampled.difference(one, two)
+        return None if one is None or two is None else self._drawn.difference(one, two)
 
     def notes(self) -> list[str]:
         """Return notes on missing scores and intervals, and on scores of an earlier run."""
@@ -205,17 +193,12 @@ class ScoreTable(Tabular):
             for task in self.tasks
         }
 
-    def _resamples(self, column: str) -> Resamples | None:
-        if any(task not in self._sizes for task in self._of(column)):
-            return None
-        return self._drawn
-
     @cached_property
     def _drawn(self) -> Resamples:
         return Resamples(self._sizes)
 
     def _ends(self, column: str) -> tuple[str, ...]:
-        return () if self._resamples(column) is None else ("low", "high")
+        return ("low", "high") if all(t in self._sizes for t in self._of(column)) else ()
 
     def _cell(self, row: Scored, column: str) -> dict[str, Json]:
         value, found = self.value(row, column), self.interval(row, column)

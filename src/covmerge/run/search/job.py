@@ -176,8 +176,6 @@ class SearchJob:
 
 
 class _State:
-    """A running search."""
-
     def __init__(self, job: SearchJob, trials: Trials, merges: Together, work: Path) -> None:
         self._job, self._trials, self._merges, self._work = job, trials, merges, work
         self._notes = list(job.template.notes)

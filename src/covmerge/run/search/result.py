@@ -225,7 +225,6 @@ def _value(table: ScoreTable, trial: Trial, column: str) -> float:
 
 
 def _lead(gain: Interval | float) -> str:
-    """Return a gain as text, with its interval if that is known."""
     if not isinstance(gain, Interval):
         return f"{gain:+.3f}"
     text = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"

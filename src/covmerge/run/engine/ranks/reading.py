@@ -15,7 +15,7 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, Pace
 from covmerge.files.stores.store import Store
-from covmerge.run.engine.executor import error_named, own_first
+from covmerge.run.engine.executor import own_first
 from covmerge.run.engine.hashing import (
     Contents,
     Hashes,
@@ -151,9 +151,7 @@ class Sharing(Generic[_Found]):
 
     def _hear(self) -> None:
         """Note what other ranks say they have found."""
-        for who, record in self._session.ledgers.take(self._stage):
-            if "error" in record:
-                raise error_named(str(record["error"]), str(record.get("message")))
+        for who, record in self._session.heard(self._stage):
             try:
                 index = self._names.index(record.get("of", ""))
                 found = self._check(self._names[index], record.get("found"))
