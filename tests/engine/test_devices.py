@@ -12,7 +12,6 @@ from covmerge.maths.layer import Method
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine import options as of_runs
-from covmerge.run.engine import workers as choosing
 from covmerge.run.engine.devices import _BESIDE, check_room, own_device, usable_device
 from covmerge.run.engine.executor import Task
 from covmerge.run.engine.executors import run_options
@@ -66,8 +65,8 @@ def test_who_gives_out_tasks_needs_no_gpu_of_its_own(plain):
 )
 def test_a_rank_takes_the_gpu_of_its_place(environment, gpus, taken, monkeypatch):
     rank = find_rank(environment)
-    assert str(own_device("cuda", rank.place, gpus)) == taken
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert str(own_device("cuda", rank.place)) == taken
     monkeypatch.setattr(of_runs, "usable_device", torch.device)
     assert str(RunOptions(device="cuda", rank=rank).torch_device) == taken
     for named in ("cuda:1", "cpu"):
@@ -87,7 +86,7 @@ def test_each_worker_takes_a_gpu(plain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**36, 2**36))
     monkeypatch.setattr(of_runs, "usable_device", torch.device)
-    monkeypatch.setattr(choosing, "_SMALL", 1)
+    monkeypatch.setattr(of_runs, "_SMALL", 1)
 
     def devices(**given):
         options = RunOptions(device=given.pop("device", "cuda"), **given)

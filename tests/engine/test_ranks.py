@@ -230,7 +230,7 @@ def test_each_file_is_hashed_once_and_by_all(plain, whole, tmp_path, together, m
     hash_one, met = SharedHashing._hash, threading.Barrier(3)
 
     def noted(self, name, pace):
-        number = self._sharing._session.rank.number
+        number = self._session.rank.number
         first = all(number != by for by, _ in hashed)
         hashed.append((number, name))
         if first:

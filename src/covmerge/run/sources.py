@@ -61,10 +61,6 @@ class OpenCheckpoints:
     """The open checkpoints of a recipe, and the statistics files that it names.
 
     Attributes:
-        base: the checkpoint that the experts were fine-tuned from.
-        experts: checkpoints by name.
-        statistics: statistics files by expert.
-        views: the views that were applied to base and experts.
         text: tokens and chat template of the output, if they are not the base's.
         adapters: the experts that are adapters, by name.
         adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
@@ -375,18 +371,13 @@ def statistics_of(recipe: Recipe) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Description:
-    """A description of sources, from which another process can open them; see `OpenCheckpoints`.
+    """A description of sources, from which another process can open them; see `OpenCheckpoints`."""
 
-    Attributes:
-        places: path, address or Hub name of each checkpoint, by key.
-        identity: facts that identify the sources, to see whether one changed.
-    """
-
-    places: Mapping[str, str]
+    places: Mapping[str, str]  # path, address or Hub name of each checkpoint, by key
     statistics: Mapping[str, str]
     adapted: bool
     views: Views
-    identity: Mapping[str, Json]
+    identity: Mapping[str, Json]  # facts that identify the sources, to see whether one changed
 
     @contextmanager
     def __call__(self) -> Generator[Sources]:

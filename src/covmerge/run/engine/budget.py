@@ -76,27 +76,18 @@ class Budget:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The division of the memory of a run.
+    """The division of the memory of a run."""
 
-    Attributes:
-        resident: bytes that the process holds before the run, with BLAS buffers and allocator slack.
-        workspace: the most bytes that computing takes beside the inputs and results of items.
-        in_flight: the most bytes of inputs read ahead plus results not yet written, over all processes.
-        lanes: number of small items that are computed at once.
-        workers: number of processes that share the work; 1: this process alone.
-        hands: number of items that each worker process has at once.
-        why: the reason for the number of workers, where the user did not give the number.
-        ahead: whether inputs go to the device before their computation begins.
-    """
-
-    resident: int
-    workspace: int
-    in_flight: int
-    lanes: int
-    workers: int = 1
-    hands: int = 1
-    why: str = ""
-    ahead: bool = False
+    resident: int  # bytes of the process before the run, with BLAS buffers and allocator slack
+    workspace: int  # the most bytes that computing takes beside the inputs and results of items
+    in_flight: (
+        int  # the most bytes of inputs read ahead and results not yet written, in all processes
+    )
+    lanes: int  # number of small items that are computed at once
+    workers: int = 1  # number of processes that share the work; 1: this process alone
+    hands: int = 1  # number of items that each worker process has at once
+    why: str = ""  # the reason for the number of workers, where the user did not give the number
+    ahead: bool = False  # whether inputs go to the device before their computation begins
 
     @property
     def peak(self) -> int:

@@ -48,28 +48,19 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def own_device(name: str, place: int, count: int | None = None) -> torch.device:
-    """Return the device of one of several processes of a machine; `cuda` gives them the GPUs in turn.
+def own_device(name: str, place: int) -> torch.device:
+    """Return the device of a process, by its place among those of its machine.
 
-    `place` is the number of the process among those of its machine, and `count` the number of GPUs that it
-    sees (CUDA_VISIBLE_DEVICES may limit them); None: ask CUDA.
-
-    Example:
-        >>> [str(own_device("cuda", place, 2)) for place in range(3)]
-        ['cuda:0', 'cuda:1', 'cuda:0']
-        >>> str(own_device("cuda:1", 0, 2)), str(own_device("cpu", 1, 2)), str(own_device("cuda", 1, 0))
-        ('cuda:1', 'cpu', 'cuda')
+    `cuda` gives them the GPUs in turn; `cuda:1` or `cpu` is returned unchanged.
     """
-    device, several = named_device(name), gpus_of(name, count)
+    device, several = named_device(name), gpus_of(name)
     return torch.device("cuda", place % several) if several else device
 
 
-def gpus_of(name: str, count: int | None = None) -> int:
-    """Return how many GPUs of this machine a name allows; 0: no GPU, or a GPU of a given number."""
+def gpus_of(name: str) -> int:
+    """Return how many GPUs a name allows that this process sees; 0: no GPU, or one of a given number."""
     device = named_device(name)
-    if device.type != "cuda" or is_one(device):
-        return 0
-    return torch.cuda.device_count() if count is None else count
+    return 0 if device.type != "cuda" or is_one(device) else torch.cuda.device_count()
 
 
 def precision_of_products(device: torch.device) -> str:

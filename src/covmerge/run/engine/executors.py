@@ -12,10 +12,9 @@ from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
 from covmerge.run.engine.cluster.connection import cluster_address, has_gpus
 from covmerge.run.engine.devices import AUTO_DEVICE, is_one, named_device
-from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.options import AUTO, RunOptions
 from covmerge.run.engine.progress import as_progress
 from covmerge.run.engine.ranks.rank import find_rank
-from covmerge.run.engine.workers import AUTO
 
 # The run options that a caller gives; the executor decides the others.
 _GIVEN = (

@@ -116,17 +116,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Square norms of the updates of some rows, and dot products with the base; both can be added up.
+    """Square norms of the updates of some rows, and dot products with the base; both can be added up."""
 
-    Attributes:
-        updates: ‖Δ_t‖² by expert.
-        along: ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read (not adapters).
-        base: ‖W_0‖²; 0 where `along` is empty.
-    """
-
-    updates: dict[str, float]
-    along: dict[str, float]
-    base: float
+    updates: dict[str, float]  # ‖Δ_t‖² by expert
+    along: dict[str, float]  # ⟨Δ_t, W_0⟩ by expert, for experts that are no adapters
+    base: float  # ‖W_0‖²; 0 where `along` is empty
 
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:

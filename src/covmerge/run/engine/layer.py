@@ -43,11 +43,8 @@ class Context:
     """The settings of the work on an item.
 
     Attributes:
-        dtype: dtype of the computation.
-        device: device of the computation.
         thresholds: the global passes' thresholds, for each plan: `Merge.key` -> expert -> threshold.
         compare: whether to measure the results, for a comparison of several methods.
-        method: returns the method of a name.
     """
 
     dtype: torch.dtype
@@ -65,7 +62,7 @@ class Change:
         delta: the merged update in the stored shape; or its factors, as `(d_out, d_in)`, where the
             method is exact on factors.
         matrices: the method's diagnostics of each matrix, as JSON.
-        masks: masks by expert, from methods that write masks.
+        masks: by expert, from methods that write masks.
         weights: the merged weights W̄, from methods that see weights.
     """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 import psutil
 import torch
@@ -12,6 +13,7 @@ import torch
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
 from covmerge.plan.planning.types import Plan
+from covmerge.plan.recipe import format_size
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.cluster.executor import CLIENT_HOLDS, Cluster
@@ -24,13 +26,17 @@ from covmerge.run.engine.devices import (
     processor_of,
     usable_device,
 )
-from covmerge.run.engine.executor import Executor, Opener
+from covmerge.run.engine.executor import Executor, Opener, moved_together
+from covmerge.run.engine.global_pass import global_pass_bytes
 from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.progress import Progress, Silent
 from covmerge.run.engine.ranks.rank import Rank
+from covmerge.run.engine.thread_count import usable_cores
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.transfer import pinned_bytes
-from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
+
+Workers = int | Literal["auto"]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -115,22 +121,22 @@ class RunOptions:
         return self._memory_of(self.workers, plans, held, shared)
 
     def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        chosen = choose_workers(
+        workers, why = choose_workers(
             plans,
             device=self.torch_device,
             threads=self.threads or torch.get_num_threads(),
             in_memory=held > 0,
             gpus=gpus_of(self.device) // (1 if self.rank is None else self.rank.local),
         )
-        if chosen.workers > 1:
+        if workers > 1:
             try:
-                memory = self._memory_of(chosen.workers, plans, held, shared)
+                memory = self._memory_of(workers, plans, held, shared)
             except ResourceError:
-                chosen = Choice(1, "the memory holds no more than one process")
+                why = "the memory holds no more than one process"
             else:
-                few = "" if memory.workers == chosen.workers else "; the memory holds no more"
-                return replace(memory, why=chosen.why + few)
-        return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
+                few = "" if memory.workers == workers else "; the memory holds no more"
+                return replace(memory, why=why + few)
+        return replace(self._memory_of(1, plans, held, shared), why=why)
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         memory = plan_memory(
@@ -194,3 +200,52 @@ class RunOptions:
         if memory.workers == 1:
             return threads
         return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
+
+
+# The number of processes for a merge (`--workers auto`).
+
+# Bytes read and written below which starting the processes would take a good part of the merge's time.
+_SMALL = 8 * 2**30
+
+
+def choose_workers(
+    plans: Sequence[Plan],
+    *,
+    device: torch.device,
+    threads: int,
+    cores: int | None = None,
+    gpus: int = 0,
+    in_memory: bool = False,
+) -> tuple[int, str]:
+    """Choose the number of processes by the work, with the reason; the memory may lower it later.
+
+    One process reads in one thread, writes in one thread, and computes on all of its cores: small items at
+    once, one core each, and large items in turn, on all cores. More processes help if the machine has
+    cores beside these, or if reading and converting is most of the work. Each of several GPUs gets a
+    process.
+
+    This process computes on `threads` of the machine's `cores` (None: ask the system). `in_memory` says
+    whether the result stays in the memory of this process.
+    """
+    cores = usable_cores() if cores is None else cores
+    batches = list(zip(*(plan.items for plan in plans), strict=True))
+    size = global_pass_bytes(plans) + sum(map(moved_together, batches))
+    flops = [sum(item.flops for item in batch) for batch in batches]
+    wide = sum(
+        work for work, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)
+    )
+    if in_memory:
+        return 1, "the result stays in this process"
+    if device.type != "cpu" and gpus < 2:
+        return 1, f"the mathematics runs on {device}, which one process keeps busy"
+    if device.type == "cpu" and cores < 2:
+        return 1, "there is one core"
+    if size < _SMALL:
+        why = "are soon read and written, and processes take seconds to start"
+        return 1, f"{format_size(size)} {why}"
+    if device.type != "cpu":
+        return min(gpus, len(batches)), f"{gpus} GPUs, a process for each"
+    if wide > sum(flops) / 2 and 2 * threads > cores:
+        return 1, "most of the mathematics is of matrices that each take all cores"
+    workers = min(max(2, cores // threads if threads < cores else cores), len(batches))
+    return workers, f"{format_size(size)} to read and write, and {cores} cores"

@@ -130,9 +130,6 @@ class Rows:
     """The merged rows of an item, for its form (`MergedRows`), which requests them once.
 
     Attributes:
-        item: the work item.
-        merge: the operation of the item.
-        layer: the updates that were merged.
         change: the result of the merge; it may be written over.
         unrounded: the result without the rounding of the method's steps, where that loss is measured.
         compare: whether several methods are compared, so that the result is measured against the updates.

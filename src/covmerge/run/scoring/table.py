@@ -63,9 +63,9 @@ class ScoreTable(Tabular):
         found = self._examples(row, column)
         return None if found is None else self._drawn.mean(found)
 
-    def best(self, column: str, among: Collection[str] | None = None) -> str | None:
-        """Return the label with the highest score, of `among` or of all; None if no score is finite."""
-        rows = [row for row in self.rows if among is None or row.label in among]
+    def best(self, column: str, among: Collection[str]) -> str | None:
+        """Return the label of `among` with the highest score; None if no score is finite."""
+        rows = [row for row in self.rows if row.label in among]
         known = {row.label: v for row in rows if (v := self.value(row, column)) is not None}
         finite = {label: value for label, value in known.items() if isfinite(value)}
         return max(finite, key=finite.__getitem__) if finite else None
