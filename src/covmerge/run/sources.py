@@ -178,14 +178,19 @@ class OpenCheckpoints:
         Raises:
             InputError: a server gives no versions of its files.
         """
+        for key, source, names in self._without_versions():
+            raise InputError(
+                f"the server of {key} ({source}) does not say whether {some(names)} changed since the "
+                f"merge was begun: start over with {Hint('overwrite')}"
+            )
+
+    def _without_versions(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield each source, by key and place, of which a server gives no versions, with these files."""
         for key, checkpoint in self.all():
             files = cast("dict[str, dict[str, int]]", checkpoint.identity().get("files", {}))
-            unknown = [name for name, said in files.items() if said.get("version") == 0]
-            if unknown:
-                raise InputError(
-                    f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
-                    f"changed since the merge was begun: start over with {Hint('overwrite')}"
-                )
+            names = [name for name, said in files.items() if said.get("version") == 0]
+            if names:
+                yield key, checkpoint.source, names
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
         """Return the sources for the engine, with the merged model if one is inspected."""
@@ -241,16 +246,12 @@ class OpenCheckpoints:
 
     def check_versions(self) -> None:
         """Raise if a source is on a server that lets no other process see whether the source changes."""
-        for key, checkpoint in self.all():
-            identity = checkpoint.identity()
-            files: Any = identity["files"] if identity["kind"] == "remote" else {}
-            untold = [name for name, file in files.items() if not file["version"]]
-            if untold:
-                raise InputError(
-                    f"{key}: {checkpoint.source}: the server tells neither ETag nor Last-Modified of "
-                    f"{untold[0]}, so that several processes cannot see whether it changes: download it "
-                    f"and pass its folder, or leave out {Hint('workers')} and {Hint('executor')}"
-                )
+        for key, source, names in self._without_versions():
+            raise InputError(
+                f"{key}: {source}: the server tells neither ETag nor Last-Modified of {names[0]}, so that "
+                "several processes cannot see whether it changes: download it and pass its folder, or "
+                f"leave out {Hint('workers')} and {Hint('executor')}"
+            )
 
     def check_ties(self, plan: Plan) -> None:
         """Check that tied tensors that are stored twice are equal. A base that is not read is skipped.

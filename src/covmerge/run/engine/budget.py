@@ -155,21 +155,15 @@ def plan_memory(
         taken += f"{format_size(pinned)} for buffers to {device.type}, " if pinned else ""
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
-        unit = (
-            " (a number alone counts bytes)"
-            if allowed.in_all and allowed.size <= _NO_PROCESS
-            else ""
-        )
+        few = allowed.in_all and allowed.size <= _NO_PROCESS
+        unit = " (a number alone counts bytes)" if few else ""
+        rule = ", or merge that tensor by `average` with a rule"
         raise ResourceError(
             f"the merge needs {format_size(resident + workspace + largest - present)}{beside}, and "
             f"{format_size(allowed.size)} {allowed.given}{unit}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
             f"'{plans[0].peak_item.tensor.name}'. {more} more"
-            + (
-                ", or merge that tensor by `average` with a rule."
-                if resident + largest < limit
-                else "."
-            )
+            f"{rule if resident + largest < limit else ''}."
         )
     if workers > 1:
         return _among(workers, _hands(device), resident, workspace, largest, limit)

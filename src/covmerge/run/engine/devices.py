@@ -136,16 +136,12 @@ def check_room(
     needed = max(sizes, default=0)
     room = max(0, free // processes - _BESIDE)
     if needed > room:
-        name = given[sizes.index(needed)][0].tensor.name
+        name, fewer = given[sizes.index(needed)][0].tensor.name, ": "
+        if processes > 1:
+            fewer = f" in each of {processes} processes: take fewer {Hint('workers')}, "
         raise ResourceError(
             f"'{name}' needs {format_size(needed)} of the memory of {device}, and "
-            f"{format_size(room)} are free for it"
-            + (
-                f" in each of {processes} processes: take fewer {Hint('workers')}, "
-                if processes > 1
-                else ": "
-            )
-            + _ways_out()
+            f"{format_size(room)} are free for it{fewer}{_ways_out()}"
         )
     return room - needed
 

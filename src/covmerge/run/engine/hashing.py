@@ -162,7 +162,7 @@ class Onlooker:
     """
 
     def __init__(self, base: Checkpoint | None, apart: Collection[str] = ()) -> None:
-        self._base = base
+        self.base = base
         self._apart = apart
         self.not_finite: set[str] = set()
         self.changed: set[str] = set()
@@ -175,10 +175,10 @@ class Onlooker:
             block = torch.view_as_real(block)
         if not all_finite(block):
             self.not_finite.add(name)
-        if self._base is None or name in self.changed or name in self._apart or self.error:
+        if self.base is None or name in self.changed or name in self._apart or self.error:
             return
         try:
-            same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
+            same = torch.equal(block, self.base.read(name, rows).to(block.dtype))
         except InputError as error:  # an error of the base, not of the file that is checked
             self.error = error
             return

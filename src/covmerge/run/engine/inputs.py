@@ -47,11 +47,6 @@ class Sources:
             return checkpoint.read_update(operand.tensor, rows)
         return checkpoint.read(operand.tensor, operand.held(rows))
 
-    def read_rows(self, operand: Operand, rows: range | None) -> Tensor:
-        """Read the rows of an operand that stores weights, not an adapter's factors."""
-        assert operand.tensor is not None
-        return self.checkpoints[operand.source].read(operand.tensor, rows)
-
     def together(self, reads: Sequence[tuple[str, Callable[[], Update]]]) -> list[Update]:
         """Do reads, each given with the key of its source; those from other machines at the same time.
 
@@ -104,10 +99,6 @@ class Inputs:
     known: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sources: Sources | None = None
     packed: tuple[Tensor, ...] = ()
-
-    def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the stored dtype of each expert's weights; adapters, which have none, are left out."""
-        return {n: w.dtype for n, w in self.experts.items() if isinstance(w, Tensor)}
 
     def rounded_to(self) -> dict[str, torch.dtype]:
         """Return the dtype that each expert's weights were rounded to; adapters are left out."""
@@ -362,12 +353,11 @@ def _name_what_is_not_finite(
                 f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
                 f"checkpoint again{'' if of_base else hint}.",
             )
-    raise NotFiniteError(
-        name,
-        expert,
+    problem = (
         "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
         f"leave the tensor to the base with {rules_for(name)}."
-        if dtype == torch.float64
-        else "gives an update that overflows the compute dtype; compute in float64 "
-        f"({Hint('dtype', 'float64')}).",
     )
+    if dtype != torch.float64:
+        wide = Hint("dtype", "float64")
+        problem = f"gives an update that overflows the compute dtype; compute in float64 ({wide})."
+    raise NotFiniteError(name, expert, problem)

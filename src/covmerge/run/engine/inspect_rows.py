@@ -36,7 +36,7 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
 
     NaN or Inf in the rows is returned as `fault`, not raised, so that the inspection goes on.
     """
-    stored = inputs.stored_dtypes()
+    stored = {n: rows.dtype for n, rows in inputs.experts.items() if isinstance(rows, Tensor)}
     dtypes = inputs.rounded_to() if inspect.spectra else {}
     merged_dtype = None  # factors were not rounded
     if inspect.spectra and isinstance(inputs.merged, Tensor):

@@ -131,7 +131,8 @@ class LayerUpdates:
         diagnostics = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
             return Change(found[0], diagnostics)
-        stack = self._empty()
+        context = self._context
+        stack = torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
         write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
         return Change(stack, diagnostics)
 
@@ -277,10 +278,6 @@ class LayerUpdates:
         together = zip(*(found.get(expert, nothing) for expert in self._given), strict=True)
         return [[u.mT if transposed else u for u in matrix] for matrix in together]
 
-    def _empty(self) -> Tensor:
-        context = self._context
-        return torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
-
     def base(self) -> Tensor:
         """Return W_0 in the dtype of the computation."""
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
@@ -314,6 +311,13 @@ class LayerUpdates:
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = seen[:1] or (self._bases(layout) if method.needs_base else [None] * len(views))
         sizes = self._base_norms(item.tensor, layout, method, len(views))
+        given, streams, limits, known = list(self._given), (), None, ()
+        if method.seeded:
+            streams = tuple(item.tensor.stream(expert, item.first_element) for expert in given)
+        if thresholds:
+            limits = tuple(thresholds[expert] for expert in given)
+        if self._inputs.known:
+            known = tuple(self._inputs.known[expert] for expert in given)
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
         for tensors, cache, rounding, low_rank, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
@@ -321,22 +325,14 @@ class LayerUpdates:
                 updates,
                 weights,
                 models=models,
-                streams=tuple(
-                    item.tensor.stream(expert, item.first_element) for expert in self._given
-                )
-                if method.seeded
-                else (),
+                streams=streams,
                 expert_statistics=self._measured(item.tensor, method),
-                thresholds=tuple(thresholds[expert] for expert in self._given)
-                if thresholds
-                else None,
+                thresholds=limits,
                 shared=cache,
                 factors=tuple(low_rank),
                 rounding=rounding,
                 base=base,
-                known=tuple(self._inputs.known[expert] for expert in self._given)
-                if self._inputs.known
-                else (),
+                known=known,
                 base_norm=size,
             )
 

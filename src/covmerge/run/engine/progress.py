@@ -47,10 +47,8 @@ class Silent(Progress):
 def as_progress(given: AnyProgress) -> Progress:
     """Turn a caller's progress into the object that a run calls.
 
-    Args:
-        given: an object with `start`, `advance` and `finish`; a function of the bytes done, the bytes in
-            all and the tensor last done; or a class of bars, such as `tqdm.auto.tqdm`. Each run makes one
-            bar of the class.
+    The caller gives an object with `start`, `advance` and `finish`; a function of the bytes done, the bytes
+    in all and the tensor last done; or a class such as `tqdm.auto.tqdm`, of which each run makes one bar.
 
     Raises:
         InputError: `given` is none of these.

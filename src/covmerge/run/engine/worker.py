@@ -102,7 +102,9 @@ def _groups(
     operands = [item.tensor.operands[name] for name in chosen]
     for part in item.parts(item.at_once):
         assert item.tensor.base is not None
-        base = sources.read_rows(item.tensor.base, part.rows).to(device)
+        stored = sources.read(item.tensor.base, part.rows)
+        assert isinstance(stored, Tensor)
+        base = stored.to(device)
         read = (
             base if operand == item.tensor.base else sources.read(operand, part.rows)
             for operand in operands

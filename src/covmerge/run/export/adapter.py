@@ -204,12 +204,10 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.name in changed and not tensor.form.places(tensor.output, None):
-            why = (
-                "PEFT would add factors of tied weights twice, so they are only held whole "
-                f"({Hint('whole')})"
-                if tensor.ties
-                else f"they are no layers with factors ({Hint('whole')} holds them where PEFT can)"
-            )
+            why = f"they are no layers with factors ({Hint('whole')} holds them where PEFT can)"
+            if tensor.ties:
+                whole = Hint("whole")
+                why = f"PEFT would add factors of tied weights twice, so they are only held whole ({whole})"
             reasons[why].append(tensor.name)
     for why, names in reasons.items():
         yield left_out(names, why)

@@ -55,8 +55,7 @@ def check_headers(
 ) -> tuple[list[Finding], list[str]]:
     """Compare the experts' headers and configs with the base's.
 
-    Returns:
-        The findings, and the names of the experts whose tensors can be compared with the base's.
+    Return the findings, and the names of the experts whose tensors can be compared with the base's.
     """
     rules = Rules(lenient(recipe), base.description.family, base.headers)
     notes = (*base.description.notes, *base.checkpoint.notes)
@@ -242,17 +241,14 @@ def _rounding(layers: Sequence[LayerView], experts: Sequence[str], half: bool) -
             squares[expert][1] += layer.norms[expert] ** 2
     for expert, (lost, whole) in squares.items():
         if whole and lost > LOST**2 * whole:
-            yield Finding(
-                Severity.WARNING if half else Severity.NOTE,
-                f"storing the base with its update in bfloat16 would lose {sqrt(lost / whole):.0%} of "
-                "the update"
-                + (
+            share, severity = f"{sqrt(lost / whole):.0%}", Severity.NOTE
+            text = f"storing the base with its update in bfloat16 would lose {share} of the update"
+            if half:
+                severity = Severity.WARNING
+                text += (
                     f": merge to float32 ({Hint('out_dtype', 'float32')}), or keep it as an adapter"
-                    if half
-                    else ""
-                ),
-                expert,
-            )
+                )
+            yield Finding(severity, text, expert)
 
 
 def _rounded(layers: Sequence[LayerView]) -> Iterator[Finding]:

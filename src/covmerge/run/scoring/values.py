@@ -46,12 +46,10 @@ Scores = Mapping[str, Score]
 
 
 def scores_of(returned: object, source: str) -> dict[str, Score]:
-    """Check the value that a scorer returned, and return scores by task.
+    """Check the value that a scorer returned, and return scores by task; `source` names the scorer.
 
-    Args:
-        returned: a number, or a mapping from task to a number or a sequence of numbers, one per example.
-            Arrays and tensors count as sequences.
-        source: name of the scorer, for messages.
+    The value is a number, or a mapping from task to a number or a sequence of numbers, one per example.
+    Arrays and tensors count as sequences.
 
     Raises:
         InputError: the value has none of these forms.

@@ -198,9 +198,9 @@ def examine(
         packed: Mapping[str, Packed] = {} if quantisation is None else quantisation.packed
         parts = {name for one in packed.values() for name in one.stored}
         parts |= frozenset() if quantisation is None else quantisation.unused
-        check = WeightsCheck(store, values.base is not None, apart, frozenset(parts))
+        check = WeightsCheck(store, values.seen.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
-        inspected = read(sizes, check, values.base or output)
+        inspected = read(sizes, check, values.seen.base or output)
         found: Found = {
             name: hashes_in(inspected[name]) if name in inspected else hashes_of(store, name)
             for name in dict.fromkeys([*names, *weights])
@@ -381,16 +381,16 @@ class _Values:
             if other:
                 base = None
                 self._missing = f"the base is another by now: '{other[0]}' is not as it was there"
-        self.base = base
-        self._not_finite: set[str] = set()
-        self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
+        self.seen = Onlooker(base, apart)
+        if base is not None:
+            self.seen.changed |= {name for name in apart if entries[name].get("merged_norm")}
 
     def take(self, results: Iterable[Json]) -> None:
         """Add the results of `WeightsCheck` on files."""
         for found in results:
             fields = cast("Mapping[str, Any]", found)
-            self._not_finite.update(fields.get("not_finite", ()))
-            self._changed.update(fields.get("changed", ()))
+            self.seen.not_finite.update(fields.get("not_finite", ()))
+            self.seen.changed.update(fields.get("changed", ()))
 
     def inspect_rows(self, output: Checkpoint, names: Iterable[str]) -> None:
         """Read tensors of the output and check them.
@@ -398,20 +398,19 @@ class _Values:
         Raises:
             InputError: the output, or the base, could not be read.
         """
-        onlooker = Onlooker(self.base, self._apart)
         for name in names:
             header = output.headers[name]
             for rows in header.row_blocks(_BLOCK_ELEMENTS):
-                onlooker.inspect(header, rows, output.read(name, rows))
-        if onlooker.error is not None:
-            raise onlooker.error
-        self._not_finite |= onlooker.not_finite
-        self._changed |= onlooker.changed
+                self.seen.inspect(header, rows, output.read(name, rows))
+        if self.seen.error is not None:
+            raise self.seen.error
 
     @property
     def lost(self) -> list[str]:
         """Return tensors that were copied unrounded from the base, and differ from the base's."""
-        return sorted(n for n in self._changed if n not in self._rounded and not self._is_merged(n))
+        return sorted(
+            n for n in self.seen.changed if n not in self._rounded and not self._is_merged(n)
+        )
 
     @property
     def _rounded(self) -> set[str]:
@@ -439,12 +438,12 @@ class _Values:
     def checks(self) -> list[Check]:
         """Return the checks, after all tensors were read."""
         entries = self._entries
-        if self.base is None:
+        if self.seen.base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
             against = ", by recorded norms (the base is not at hand)"
         else:
-            changed, against = len(self._changed), ""
-        bad = sorted(self._not_finite)
+            changed, against = len(self.seen.changed), ""
+        bad = sorted(self.seen.not_finite)
         checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
         if self._missing == _NO_BASE:
             return checks
@@ -459,7 +458,7 @@ class _Values:
         else:
             detail = f"every tensor equals the base's{against}: {self._why_equal}"
         checks.append(Check(DIFFERS, bool(changed or self._given_by), detail))
-        if self.base is None:
+        if self.seen.base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
         beside = f"; {len(self._apart)} have rows of other tokens or experts" if self._apart else ""

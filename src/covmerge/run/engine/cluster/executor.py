@@ -246,7 +246,8 @@ class Cluster(Executor):
         running: dict[Any, _Load] = {}
 
         def needs(load: _Load) -> dict[str, Any]:
-            return needs_of(load, task, threads, self._nodes(), self._max_memory)
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            return needs_of(load, task, threads, nodes, self._max_memory)
 
         def most(cores: int) -> int:
             return 1 + _AHEAD * cores
@@ -302,10 +303,6 @@ class Cluster(Executor):
                 self._ray.wait(
                     list(running), num_returns=len(running), timeout=_ENDING, fetch_local=False
                 )
-
-    def _nodes(self) -> list[Mapping[str, float]]:
-        """What each node that is there has of every resource."""
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
 
 def _called(load: _Load) -> str:

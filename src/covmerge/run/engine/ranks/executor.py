@@ -87,7 +87,10 @@ class Ranks:
             # Closed by hand: an error here must not leave threads at work.
             with closing(self._inner.run(todo, stage.task)) as finished:
                 for done in finished:
-                    self._tell(stage, done)
+                    key = stage.batches[done.index][done.number].key
+                    entry = Entry(*key, done.checksum, done.stats)
+                    place = {"stage": stage.number, "index": done.index, "number": done.number}
+                    self._session.tell({**place, **entry.as_json()})
                     yield from stage.take(done)
                     self._session.ledgers.refresh_if_due()
                     yield from self._heard(stage)
@@ -117,12 +120,6 @@ class Ranks:
                 return
             todo = self._abandoned(stage, holding)
             self._session.wait()
-
-    def _tell(self, stage: _Stage, done: Done) -> None:
-        key = stage.batches[done.index][done.number].key
-        entry = Entry(*key, done.checksum, done.stats)
-        place = {"stage": stage.number, "index": done.index, "number": done.number}
-        self._session.tell({**place, **entry.as_json()})
 
     def _claimed(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
