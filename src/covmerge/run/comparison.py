@@ -16,7 +16,7 @@ from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.findings import Fit
 from covmerge.base.memory import peak_memory
 from covmerge.base.settings import Hint
-from covmerge.base.table import Table, Tabular, paragraph, table_html
+from covmerge.base.table import Table, Tabular, result_html
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -162,17 +162,12 @@ class Comparison(Tabular):
         """Return the HTML that a notebook shows."""
         said = [("warning", text) for text in self.warnings]
         said += [(f"no {name}", why) for name, why in self.left_out.items()]
-        table = self.table()
-        drawn = {
-            name for name in table.columns if name.startswith(("norm", "seconds", "retention"))
-        }
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                *([] if self.scores is None else [self.scores.html()]),
-                table_html(table, drawn=drawn, most=len(self.rows)),
-            ]
+        return result_html(
+            self,
+            (f"{label}: {text}" for label, text in said),
+            more="" if self.scores is None else self.scores.html(),
+            drawn=("norm", "seconds", "retention"),
+            most=len(self.rows),
         )
 
     def as_json(self) -> dict[str, Json]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from covmerge.base.errors import InputError
-from covmerge.base.table import Table, Tabular, paragraph, table_html
+from covmerge.base.table import Table, Tabular, result_html
 from covmerge.base.text import counted, some
 from covmerge.files.checkpoints.staging import output_path
 from covmerge.maths.methods.mergekit import called
@@ -132,15 +132,8 @@ class MergeResult(Tabular):
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
         said = [*self.diagnostics, *(("warning", warning) for warning in self.warnings)]
-        table = self.table()
-        drawn = {name for name in table.columns if "norm" in name}
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                table_html(table, drawn=drawn),
-            ]
-        )
+        lines = (f"{label}: {text}" for label, text in said)
+        return result_html(self, lines, drawn=("merged_norm", "update_norm"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -93,16 +93,9 @@ def hash_companions(source: Path | None) -> dict[str, str]:
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
     """
-    found: dict[str, str] = {}
     if source is None:
-        return found
-    for name in _companion_names(source):
-        digest = hashlib.sha256()
-        with _opened(safe_path(source, name), MAX_FILE_BYTES) as file:
-            for chunk in pieces(file):
-                digest.update(chunk)
-        found[name] = digest.hexdigest()
-    return found
+        return {}
+    return {name: _hashed(safe_path(source, name)) for name in _companion_names(source)}
 
 
 def copy_companions(
@@ -147,7 +140,7 @@ def copy_companions(
             of_dtype = ConfigChanges(changes.dtype)
             hashes[name], _ = _copy_config(safe_path(source, name), copy, of_dtype)
         else:
-            hashes[name] = _copy(safe_path(source, name), copy)
+            hashes[name] = _hashed(safe_path(source, name), copy)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         check_unchanged(source / name, planned.get(name), hashes.get(name))
@@ -202,13 +195,16 @@ def _copy_config(source: Path, copy: WritableFile, changes: ConfigChanges) -> tu
     return hashlib.sha256(content).hexdigest(), content
 
 
-def _copy(source: Path, copy: WritableFile) -> str:
+def _hashed(source: Path, copy: WritableFile | None = None) -> str:
+    """Return the hash of a file, and copy it if a copy is wanted."""
     digest, done = hashlib.sha256(), 0
     with _opened(source, MAX_FILE_BYTES) as file:
-        size = source.stat().st_size
-        copy.store.create(copy.name, size, b"", needed=size)
+        if copy is not None:
+            size = source.stat().st_size
+            copy.store.create(copy.name, size, b"", needed=size)
         for chunk in pieces(file):
-            copy.store.write(copy.name, memoryview(chunk), done)
+            if copy is not None:
+                copy.store.write(copy.name, memoryview(chunk), done)
             digest.update(chunk)
             done += len(chunk)
     return digest.hexdigest()

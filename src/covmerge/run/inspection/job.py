@@ -125,7 +125,8 @@ class InspectJob:
                     ),
                     progress=options.shown_progress,
                 )
-            as_stored = [name for name in fitting if not _is_packed(base, models[name])]
+            plain = [name for name in fitting if models[name].checkpoint.quantisation is None]
+            as_stored = plain if checkpoints.base.quantisation is None else []
             layers = tuple(_layers(plan, done, findings, as_stored))
             cost = {
                 "seconds": done.times["seconds"],
@@ -365,10 +366,6 @@ def _view(
         merged_norm=sums.norms[-1] if stats["merged"] else None,
         quadratics=dict(zip(experts, first.get("quadratics", ()), strict=False)),
     )
-
-
-def _is_packed(*models: Model) -> bool:
-    return any(model.checkpoint.quantisation is not None for model in models)
 
 
 def _in_half(base: Model) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from typing_extensions import TypedDict
 
 from covmerge.base.findings import Finding, Severity
-from covmerge.base.table import Cell, Table, Tabular, lines_svg, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, lines_svg, result_html
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.maths.covariance.estimate import DEFAULT_TAU, Gate, Statistic, gate
@@ -348,17 +348,13 @@ class Inspection(Tabular):
 
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
-        table = self.table()
-        drawn = {
-            name for name in table.columns if name.startswith(("relative", "merged", "retention"))
-        }
-        moved = self.by_expert(lambda layer: layer.relative)
-        parts = [paragraph(repr(self))]
+        said: list[str] = []
         for finding in self.findings:
             who = "" if finding.expert is None else f"'{finding.expert}' "
-            parts.append(paragraph(f"{finding.severity}: {who}{finding.text}"))
-        parts.append(lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last"))
-        return "".join([*parts, table_html(table, drawn=drawn)])
+            said.append(f"{finding.severity}: {who}{finding.text}")
+        moved = self.by_expert(lambda layer: layer.relative)
+        lines = lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last")
+        return result_html(self, said, more=lines, drawn=("relative", "merged", "retention"))
 
     def as_json(self) -> dict[str, Json]:
         """Return the whole inspection as plain JSON."""

@@ -246,8 +246,11 @@ def find_swaps(
     """
     known = ((matrix.tensor, matrix.cosine(of)) for matrix in matrices)
     foreign = [(name, cosine) for name, cosine in known if cosine is not None and cosine < STRANGER]
+    if not foreign:
+        return
+    start, model = Model.of(base), Model.of(expert)
     for name, cosine in foreign[:_LOOKED_UP]:
-        yield _find_in_base(name, cosine, Model.of(base), Model.of(expert), of)
+        yield _find_in_base(name, cosine, start, model, of)
     if len(foreign) > _LOOKED_UP:
         text = f"{len(foreign)} layers in all are not the base's"
         yield Finding(Severity.WARNING, text, of, tuple(name for name, _ in foreign))

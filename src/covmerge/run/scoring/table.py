@@ -8,7 +8,7 @@ from functools import cached_property
 from math import isfinite
 from statistics import fmean
 
-from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, result_html
 from covmerge.base.text import some, spread
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -141,8 +141,7 @@ class ScoreTable(Tabular):
 
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
-        failed = (paragraph(f"{label}: {why}") for label, why in self.failed.items())
-        return "".join([paragraph(repr(self)), *failed, table_html(self.table())])
+        return result_html(self, (f"{label}: {why}" for label, why in self.failed.items()))
 
     def as_json(self) -> dict[str, Json]:
         """Return the table as plain JSON."""

@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from random import Random
 
-from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, result_html
 from covmerge.base.types import Json
 from covmerge.run.scoring.table import Scored, ScoreTable, written
 from covmerge.run.scoring.values import Interval, Score, Scores
@@ -148,13 +148,7 @@ class Search(Tabular):
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
         said = [*self.says(), *(("note", note) for note in self.notes)]
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                table_html(self.table()),
-            ]
-        )
+        return result_html(self, (f"{label}: {text}" for label, text in said))
 
     def as_json(self) -> dict[str, Json]:
         """Return the result as plain JSON."""
