@@ -381,11 +381,7 @@ class CompareJob:
         return self._to_disk(self.out, entries, work, left_out)
 
     def _to_disk(
-        self,
-        out: Path,
-        entries: Sequence[Entry],
-        work: Work,
-        left_out: Mapping[str, str],
+        self, out: Path, entries: Sequence[Entry], work: Work, left_out: Mapping[str, str]
     ) -> Comparison:
         plans, checkpoints = work.plans, work.checkpoints
         if not self.options.overwrite:

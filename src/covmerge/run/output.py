@@ -178,9 +178,7 @@ class OutputFiles:
             *self._router_notes(),
             *self._parents.notes,
         )
-        said = cast("Mapping[str, Json]", stats)
-        if "rescalers" in stats:
-            said = {**said, BASE_PROBE: probe(base)}
+        vocabulary = self._checkpoints.text.vocabulary
         record: dict[str, Json] = {
             "covmerge": __version__,
             "torch": torch.__version__,
@@ -191,8 +189,10 @@ class OutputFiles:
             "sources": sources,
             "notes": list(notes),
             "warnings": list(warnings),
-            **self._base_changes(),
-            **said,
+            **({} if vocabulary is None else {"vocabulary": vocabulary.as_json()}),
+            **({} if base.untied is None else {"untied": dict(base.untied)}),
+            **cast("Mapping[str, Json]", stats),
+            **({BASE_PROBE: probe(base)} if "rescalers" in stats else {}),
         }
         beside.append(write_card(store, plan, self._parents, base.config, record))
         alike = alike_by_content(cast("Mapping[str, Any]", sources))
@@ -244,21 +244,12 @@ class OutputFiles:
     def _is_adapter(self) -> bool:
         return self._plan.recipe.output.format == "adapter"
 
-    def _base_changes(self) -> dict[str, Json]:
-        """Return the merged vocabulary and the untied tensors, as covmerge.json records them."""
-        decided = self._checkpoints.text.vocabulary
-        ties = self._checkpoints.base.untied
-        return {
-            **({} if decided is None else {"vocabulary": decided.as_json()}),
-            **({} if ties is None else {"untied": dict(ties)}),
-        }
-
     def _write_beside(self, stats: Stats) -> list[str]:
         """Write the index of each sharded model, and the rescaling factors that belong to masks."""
-        factors = stats.get("rescalers")
-        indices = write_indices(self._layouts, self._store)
-        rescalers = None if factors is None else write_rescalers(self._store, factors)
-        return [*indices, *([] if rescalers is None else [rescalers])]
+        beside = write_indices(self._layouts, self._store)
+        if "rescalers" in stats:
+            beside.append(write_rescalers(self._store, stats["rescalers"]))
+        return beside
 
     def _write_config(self) -> list[str]:
         """Write the adapter config that PEFT needs; other adapter formats need no separate config."""

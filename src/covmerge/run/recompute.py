@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +101,6 @@ def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> 
 _MOST_NUMBERS = 10**8
 _MOST_PRODUCTS = 5 * 10**10
 
-_T = TypeVar("_T")
-
 
 def by_reference(name: str) -> Method:
     """Return a registered method whose kernel is its reference implementation on dense updates."""
@@ -149,7 +147,7 @@ def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
     return ""
 
 
-def _evenly(names: Sequence[_T], count: int) -> list[_T]:
+def _evenly(names: Sequence[str], count: int) -> list[str]:
     """Return `count` evenly spaced names, including the first and the last."""
     count = max(0, min(count, len(names)))
     steps = max(1, count - 1)
@@ -305,7 +303,7 @@ def _compare(
         total = _Distance()
         for item in items[name]:
             stored = output.read(name, item.rows)
-            (result,) = work([item], read_inputs([item], sources), of_method)
+            (result,) = work((item,), read_inputs([item], sources), of_method)
             merged: Any = result.stats["merged"]
             exact = result.tensors[0]
             # Without an update the tensor has the base's bytes.

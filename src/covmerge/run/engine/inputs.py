@@ -358,6 +358,8 @@ def _name_what_is_not_finite(
         f"leave the tensor to the base with {rules_for(name)}."
     )
     if dtype != torch.float64:
-        wide = Hint("dtype", "float64")
-        problem = f"gives an update that overflows the compute dtype; compute in float64 ({wide})."
+        problem = (
+            "gives an update that overflows the compute dtype; compute in float64 "
+            f"({Hint('dtype', 'float64')})."
+        )
     raise NotFiniteError(name, expert, problem)

@@ -26,6 +26,7 @@ from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, seen_as, take_updates
+from covmerge.run.engine.selection import Thresholds
 
 _ROWS = 64  # number of rows that are widened to float64 at once
 
@@ -49,7 +50,7 @@ class Context:
 
     dtype: torch.dtype
     device: torch.device
-    thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
+    thresholds: Sequence[Thresholds] = ()
     compare: bool = False
     method: Callable[[str], Method] = registered
 
@@ -108,9 +109,7 @@ class LayerUpdates:
         self._shared: dict[_Seen, list[dict[str, Any] | None]] = {}
         self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
 
-    def change(
-        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
-    ) -> Change:
+    def change(self, item: WorkItem, merge: Merge, thresholds: Thresholds) -> Change:
         """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
         method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
@@ -136,9 +135,7 @@ class LayerUpdates:
         write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
         return Change(stack, diagnostics)
 
-    def unrounded(
-        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
-    ) -> Change | None:
+    def unrounded(self, item: WorkItem, merge: Merge, thresholds: Thresholds) -> Change | None:
         """Return the method's result without its rounding to half precision, to measure that loss.
 
         None: the method's steps do not round, or they follow a tensor pass whose steps rounded.
@@ -169,11 +166,7 @@ class LayerUpdates:
         return Change(whole.view(self._inputs.base.shape), [])
 
     def _dense_change(
-        self,
-        item: WorkItem,
-        merge: Merge,
-        method: Method,
-        thresholds: Mapping[str, Mapping[str, float]],
+        self, item: WorkItem, merge: Merge, method: Method, thresholds: Thresholds
     ) -> Change:
         groups = self._groups(item, merge, method, thresholds.get(merge.key))
         with naming(item.tensor):
@@ -287,11 +280,7 @@ class LayerUpdates:
         return [self.base()] if layout is None else matrices(self.base(), layout)
 
     def _groups(
-        self,
-        item: WorkItem,
-        merge: Merge,
-        method: Method,
-        thresholds: Mapping[str, float] | None,
+        self, item: WorkItem, merge: Merge, method: Method, thresholds: Mapping[str, float] | None
     ) -> Iterator[LinearGroup]:
         layout = merge.layout
         seen: Sequence[Tensor] = ()

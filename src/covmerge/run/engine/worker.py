@@ -37,7 +37,7 @@ from covmerge.run.engine.inputs import (
 )
 from covmerge.run.engine.inspect_rows import inspect_rows
 from covmerge.run.engine.layer import Change, Context, LayerUpdates, naming
-from covmerge.run.engine.selection import Selections
+from covmerge.run.engine.selection import Selections, Thresholds
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
 # The tensor pass: a first pass over a large tensor, by expert or over all experts together, for methods
@@ -222,10 +222,7 @@ class Rows:
 
 
 def work(
-    items: Sequence[WorkItem],
-    inputs: Inputs,
-    context: Context,
-    selections: Selections | None = None,
+    items: Batch, inputs: Inputs, context: Context, selections: Selections | None = None
 ) -> Iterator[Result]:
     """Do the work of the items of a batch (one for each plan), and yield their results in order.
 
@@ -238,10 +235,7 @@ def work(
 
 
 def _results(
-    items: Sequence[WorkItem],
-    inputs: Inputs,
-    context: Context,
-    selections: Selections | None,
+    items: Batch, inputs: Inputs, context: Context, selections: Selections | None
 ) -> Iterator[Result]:
     if isinstance(items[0].tensor.operation, Count):
         assert selections is not None
@@ -328,7 +322,7 @@ def _merged(
     item: WorkItem,
     merge: Merge,
     context: Context,
-    thresholds: Mapping[str, Mapping[str, float]],
+    thresholds: Thresholds,
     standing_for: float = 1.0,
 ) -> Result:
     """Merge some rows, and measure the loss to half-precision steps, which takes a second merge.
@@ -362,7 +356,7 @@ def _equal(one: Tensor, base: Tensor) -> bool:
 
 
 def _count(
-    items: Sequence[WorkItem], inputs: Inputs, context: Context, selections: Selections
+    items: Batch, inputs: Inputs, context: Context, selections: Selections
 ) -> Iterator[Result]:
     """Add the magnitudes of some rows to the selections; yield an empty result for each item."""
     parts = in_parts(items[0], inputs, context.device) if len(items) == 1 else [(items[0], inputs)]

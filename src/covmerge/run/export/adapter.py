@@ -152,7 +152,6 @@ def write_adapter_config(
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
     largest = max(ranks.values())  # servers compare this rank with their limit
-    # The factors include the scale, so alpha / r is 1 in every layer.
     named = [name for parent in parents for name in parent.get("target_parameters") or ()]
     # PEFT does not see the parents' target parameters as layers.
     wrapped = {m for m in ranks if any(f".{m}.weight".endswith(f".{name}") for name in named)}
@@ -171,6 +170,7 @@ def write_adapter_config(
         "revision": _agreed(parents, "revision") or revision,
         "task_type": _task_type(parents, base),
         "inference_mode": True,
+        # The factors include the scale, so alpha / r is 1 in every layer.
         "r": largest,
         "lora_alpha": largest,
         "rank_pattern": special,

@@ -36,14 +36,7 @@ from covmerge.run.engine.executor import (
     moved_together,
     portable,
 )
-from covmerge.run.engine.hashing import (
-    Contents,
-    Hashes,
-    Hashing,
-    WeightsCheck,
-    in_order,
-    to_share,
-)
+from covmerge.run.engine.hashing import Contents, Hashes, Hashing, WeightsCheck, in_order, to_share
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.worker import check_there, cores_of, serve
 

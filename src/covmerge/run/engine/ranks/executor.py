@@ -17,14 +17,7 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.executor import (
-    Batch,
-    Done,
-    Executor,
-    Task,
-    moved_together,
-    own_first,
-)
+from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together, own_first
 from covmerge.run.engine.hashing import Contents, Hashing, WeightsCheck
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
 from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
