@@ -191,8 +191,8 @@ def test_tasks_of_lm_eval(tmp_path):
     said = advice("name tasks, and one folder with definitions of your own at most")
     for wrong in ([str(own)], [str(own), str(more), "mine"]):
         with pytest.raises(InputError, match=said):
-            lm_eval.open_scorer(wrong)
-    lm_eval.open_scorer([str(own), "mine"]).check()
+            lm_eval.by_tasks(wrong)
+    lm_eval.by_tasks([str(own), "mine"]).check()
     said = advice("{} is no folder: name one that holds definitions of tasks")
     with pytest.raises(InputError, match=said):
         lm_eval.task_manager(["mine"], tmp_path / "nowhere")

@@ -15,7 +15,8 @@ from covmerge.errors import InputError, ResourceError, TensorError
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine.cluster import cluster_address, executor
+from covmerge.run.engine.cluster import executor
+from covmerge.run.engine.cluster.connection import cluster_address
 from covmerge.run.engine.cluster.executor import _loads, needs_of
 from covmerge.run.engine.executor import Task
 from covmerge.run.engine.executors import run_options
@@ -303,7 +304,7 @@ def test_which_cluster(plain, tmp_path):
     ):
         with pytest.raises(InputError, match=words):
             covmerge.merge(*plain, "ace", tmp_path / "out", **given)
-    assert run_options({"executor": "ray", "address": "auto"}).elsewhere.address == "auto"
+    assert run_options({"executor": "ray", "address": "auto"}).cluster == "auto"
     assert run_options({"executor": "ray", "address": "auto", "device": "cpu"}).torch_device
 
 

@@ -25,11 +25,11 @@ from covmerge.methods import registry
 from covmerge.methods.registry import GlobalPass
 from covmerge.plan.recipe import dump_recipe, parse_recipe
 from covmerge.run.engine.executor import own_first, shares
+from covmerge.run.engine.hashing import WeightsCheck
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.ranks.rank import Rank, find_rank
 from covmerge.run.engine.ranks.reading import SharedHashing, Sharing
 from covmerge.run.engine.ranks.session import LeaderGoneError, Session
-from covmerge.run.verification import WeightsCheck
 from tests.advised import advice
 from tests.e2e.test_resume import save_plain
 from tests.folders import contents
@@ -146,7 +146,7 @@ from pathlib import Path
 import covmerge.run.engine.threads as reader
 from covmerge.run.engine.ranks.reading import SharedHashing
 from covmerge.run.engine.ranks.reading import Sharing
-from covmerge.run.verification import WeightsCheck
+from covmerge.run.engine.hashing import WeightsCheck
 
 go = Path(sys.argv.pop(1))
 
@@ -230,7 +230,7 @@ def test_each_file_is_hashed_once_and_by_all(plain, whole, tmp_path, together, m
     hash_one, met = SharedHashing._hash, threading.Barrier(3)
 
     def noted(self, name, pace):
-        number = self._sharing._session.rank.number
+        number = self._session.rank.number
         first = all(number != by for by, _ in hashed)
         hashed.append((number, name))
         if first:

@@ -8,14 +8,13 @@ from covmerge.errors import InputError
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.work import WorkItem
 from covmerge.plan.recipe import parse_recipe
-from covmerge.run.engine import workers as choosing
+from covmerge.run.engine import options as choosing
 from covmerge.run.engine.executor import Task
 from covmerge.run.engine.layer import Context
-from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.options import RunOptions, choose_workers
 from covmerge.run.engine.outputs import NoOutput
 from covmerge.run.engine.thread_count import usable_cores
 from covmerge.run.engine.threads import Threads
-from covmerge.run.engine.workers import choose_workers
 from covmerge.run.sources import open_checkpoints
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_resume import save_plain
@@ -37,8 +36,8 @@ def plan(plain):
 
 
 def test_small_work_stays_in_one_process(plan):
-    chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
-    assert chosen.workers == 1 and "processes take seconds to start" in chosen.why
+    number, why = chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
+    assert number == 1 and "processes take seconds to start" in why
     assert choose_workers([plan], device=CUDA, threads=8, cores=8, gpus=8) == chosen
 
 
@@ -58,16 +57,16 @@ def test_small_work_stays_in_one_process(plan):
 )
 def test_large_work_is_shared_where_that_helps(plan, monkeypatch, given, workers, why):
     monkeypatch.setattr(choosing, "_SMALL", 1)
-    chosen = choose_workers([plan], **{"device": CPU, **given})
-    assert (chosen.workers, why in chosen.why) == (workers, True), chosen
+    number, said = choose_workers([plan], **{"device": CPU, **given})
+    assert (number, why in said) == (workers, True), said
 
 
 def test_large_matrices_stay_in_one_process(plan, monkeypatch):
     monkeypatch.setattr(choosing, "_SMALL", 1)
     monkeypatch.setattr(WorkItem, "is_narrow", lambda self, device: False)
-    chosen = choose_workers([plan], device=CPU, threads=8, cores=8)
-    assert chosen.workers == 1 and "each take all cores" in chosen.why
-    assert choose_workers([plan], device=CPU, threads=2, cores=8).workers == 4
+    number, why = choose_workers([plan], device=CPU, threads=8, cores=8)
+    assert number == 1 and "each take all cores" in why
+    assert choose_workers([plan], device=CPU, threads=2, cores=8)[0] == 4
 
 
 def test_the_memory_has_its_say(plan, monkeypatch):

@@ -135,6 +135,24 @@ def table_html(table: Table, *, drawn: Collection[str] = (), most: int = _ROWS) 
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
+def result_html(
+    result: Tabular,
+    said: Iterable[str] = (),
+    *,
+    more: str = "",
+    drawn: tuple[str, ...] = (),
+    most: int = _ROWS,
+) -> str:
+    """Return a result as HTML: its line, what is said of it, more HTML, and its table.
+
+    Columns with headings that start with one of `drawn` get a bar behind each number.
+    """
+    table = result.table()
+    bars = {name for name in table.columns if name.startswith(drawn)}
+    lines = [paragraph(text) for text in (repr(result), *said)]
+    return "".join([*lines, more, table_html(table, drawn=bars, most=most)])
+
+
 def lines_svg(series: Mapping[str, Sequence[float | None]], label: str) -> str:
     """Return a plot with a line for each name, on a logarithmic scale from the least positive number.
 

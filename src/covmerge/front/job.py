@@ -31,7 +31,7 @@ from covmerge.run.engine.ranks.executor import Ranks
 from covmerge.run.engine.ranks.rank import Rank
 from covmerge.run.engine.ranks.session import Gathering
 from covmerge.run.engine.run import RunResult
-from covmerge.run.judgement import check_fit
+from covmerge.run.judgement.judge import check_fit
 from covmerge.run.output import OutputFiles, merge_stats, run_figures
 from covmerge.run.result import MergedFolder, MergedTensors, MergeResult
 from covmerge.run.sources import OpenCheckpoints
@@ -156,7 +156,7 @@ class Job:
             self.options.check_in_memory()
         before = None
         if self.out is not None:  # before the base is run
-            if self.options.rank is not None or self.options.elsewhere is not None:
+            if self.options.rank is not None or self.options.cluster is not None:
                 self.out.share()
             check_not_input(self.out, checkpoints.paths())
             before = self.out.occupant()

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from covmerge.maths.steps import Steps
+    from covmerge.run.engine.options import Workers
     from covmerge.run.engine.progress import AnyProgress
-    from covmerge.run.engine.workers import Workers
     from covmerge.run.scoring.scorer import AnyScorer
     from covmerge.run.search.trials import Sampler
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from covmerge.base.errors import CheckpointError, InputError
@@ -24,7 +23,6 @@ from covmerge.run.engine.run import run_part
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge.run.export.files import open_output, plan_parts
 from covmerge.run.result import MergedFolder, MergeResult, RunFigures, Stats
-from covmerge.run.verification import WeightsCheck
 from covmerge.run.work import Work
 
 _FOLDER = "ranks"
@@ -117,9 +115,7 @@ class RankJob:
                         executor=executor,
                     )
                 hashing.result()
-            help_reading(
-                session, partial(WeightsCheck.from_json, self.out.work), self.work.checkpoints.base
-            )
+            help_reading(session, self.out.work, self.work.checkpoints.base)
             while True:
                 session.wait()
         return executor.done_here

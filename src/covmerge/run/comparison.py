@@ -16,7 +16,7 @@ from covmerge.base.errors import InputError, RecipeError
 from covmerge.base.findings import Fit
 from covmerge.base.memory import peak_memory
 from covmerge.base.settings import Hint
-from covmerge.base.table import Table, Tabular, paragraph, table_html
+from covmerge.base.table import Table, Tabular, result_html
 from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -36,7 +36,7 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import NoOutput, room_for
 from covmerge.run.engine.run import Figures, RunResult
 from covmerge.run.export.files import write_manifest
-from covmerge.run.judgement import check_fit
+from covmerge.run.judgement.judge import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.scoring.job import (
     NO_PROGRESS,
@@ -162,17 +162,12 @@ class Comparison(Tabular):
         """Return the HTML that a notebook shows."""
         said = [("warning", text) for text in self.warnings]
         said += [(f"no {name}", why) for name, why in self.left_out.items()]
-        table = self.table()
-        drawn = {
-            name for name in table.columns if name.startswith(("norm", "seconds", "retention"))
-        }
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                *([] if self.scores is None else [self.scores.html()]),
-                table_html(table, drawn=drawn, most=len(self.rows)),
-            ]
+        return result_html(
+            self,
+            (f"{label}: {text}" for label, text in said),
+            more="" if self.scores is None else self.scores.html(),
+            drawn=("norm", "seconds", "retention"),
+            most=len(self.rows),
         )
 
     def as_json(self) -> dict[str, Json]:
@@ -193,13 +188,7 @@ class Comparison(Tabular):
 
 @dataclass(frozen=True)
 class Entry:
-    """A method with parameters that a comparison will run.
-
-    Attributes:
-        method: registered name.
-        parameters: the given parameters; all others keep their defaults.
-        label: name of its row and its folder: the method's name, then the parameters given with it.
-    """
+    """A method with the given parameters that a comparison will run; `label` names its row and folder."""
 
     method: str
     parameters: Mapping[str, Any]
@@ -237,7 +226,10 @@ def choose_methods(
     if not given:
         raise RecipeError("no methods to compare: name some, or `all`")
     asked = [_asked(one) for one in given]
-    _check_distinct(asked)
+    functions: dict[str, object] = {}
+    for name, _, what in asked:
+        if callable(what) and functions.setdefault(name, what) is not what:
+            raise RecipeError(f"two functions are called '{name}': give each a name of its own")
     names = [name for name, _, _ in asked]
     entries = tuple(
         _entry(name, values, parameters, alone=names.count(name) == 1) for name, values, _ in asked
@@ -267,14 +259,6 @@ def _asked(wanted: object) -> tuple[str, Mapping[str, Any], object]:
         alone = "`all` stands alone"
         raise RecipeError(alone if name else "a name is missing between two commas, or at an end")
     return name, parameters, name
-
-
-def _check_distinct(asked: Sequence[tuple[str, Mapping[str, Any], object]]) -> None:
-    """Raise if two different functions have the same name."""
-    functions: dict[str, object] = {}
-    for name, _, what in asked:
-        if callable(what) and functions.setdefault(name, what) is not what:
-            raise RecipeError(f"two functions are called '{name}': give each a name of its own")
 
 
 def _no_method(wanted: object) -> RecipeError:
@@ -378,12 +362,10 @@ class CompareJob:
             )
             for entry in entries
         ]
-        labels = [entry.label for entry in entries]
-        taken = None if self.out is None or not self.options.resume else self.out / MANIFEST_NAME
-        if taken is not None and taken.is_file():
-            plans, checkpoints = checkpoints.plans(recipes, whole=True)
-            return stored(taken.parent, self.recipe, entries, checkpoints, plans)
         if self.out is not None:
+            if self.options.resume and (self.out / MANIFEST_NAME).is_file():
+                plans, checkpoints = checkpoints.plans(recipes, whole=True)
+                return stored(self.out, self.recipe, entries, checkpoints, plans)
             local_path(self.out)
             check_not_input(self.out, checkpoints.paths())
             Staging(self.out, overwrite=self.options.overwrite).check()
@@ -395,48 +377,41 @@ class CompareJob:
             with closing(work.executor()) as executor:
                 done, _ = work.run([NoOutput() for _ in plans], executor, {}, compare=True)
             fit = check_fit(plans[0], done[0].items, checkpoints, written=False)
-            return self._comparison(labels, work, done, left_out, fit)
+            return self._comparison(entries, work, done, left_out, fit)
         return self._to_disk(self.out, entries, work, left_out)
 
     def _to_disk(
-        self,
-        out: Path,
-        entries: Sequence[Entry],
-        work: Work,
-        left_out: Mapping[str, str],
+        self, out: Path, entries: Sequence[Entry], work: Work, left_out: Mapping[str, str]
     ) -> Comparison:
-        labels, plans, checkpoints = (
-            [entry.label for entry in entries],
-            work.plans,
-            work.checkpoints,
-        )
+        plans, checkpoints = work.plans, work.checkpoints
         if not self.options.overwrite:
             room_for(plans, out).check()
         # A comparison has no journal, so an interrupted one leaves no output.
         with Staging(out, overwrite=self.options.overwrite) as staging:
             checkpoints.materialize()
-            models: list[OutputFiles] = []
-            for label, plan in zip(labels, plans, strict=True):
-                models.append(OutputFiles(staging.store.inside(label), plan, checkpoints))
+            models = [
+                OutputFiles(staging.store.inside(entry.label), plan, checkpoints)
+                for entry, plan in zip(entries, plans, strict=True)
+            ]
             outputs = [model.output for model in models]
             with closing(work.executor()) as executor:
                 done, hashes = work.run(outputs, executor, checkpoints.contents(), compare=True)
             sources = checkpoints.recorded(hashes)
             fit = check_fit(plans[0], done[0].items, checkpoints)
             notes: list[str] = []
-            for name, model, model_result in zip(labels, models, done, strict=True):
+            for entry, model, model_result in zip(entries, models, done, strict=True):
                 # A single merge fails if its output equals the base; a comparison reports this as a result.
                 result = model.finish(
                     model_result,
                     sources,
                     work.memory,
-                    staging.out.output.inside(name),
+                    staging.out.output.inside(entry.label),
                     fit=fit,
                     may_equal_base=True,
                 )
                 if result.verification is not None and not result.verification.ok:
-                    notes.append(f"method '{name}' gives the base")
-            comparison = self._comparison(labels, work, done, left_out, fit)
+                    notes.append(f"method '{entry.label}' gives the base")
+            comparison = self._comparison(entries, work, done, left_out, fit)
             comparison = replace(comparison, notes=(*comparison.notes, *notes))
             write_manifest(
                 staging.store,
@@ -453,14 +428,14 @@ class CompareJob:
 
     def _comparison(
         self,
-        labels: Sequence[str],
+        entries: Sequence[Entry],
         work: Work,
         done: Sequence[RunResult],
         left_out: Mapping[str, str],
         fit: Fit,
     ) -> Comparison:
-        together = zip(labels, work.plans, done, strict=True)
-        rows = tuple(_row(label, plan, result, self.out) for label, plan, result in together)
+        together = zip(entries, work.plans, done, strict=True)
+        rows = tuple(_row(one.label, plan, result, self.out) for one, plan, result in together)
         first = done[0]
         return Comparison(
             path=self.out,
@@ -499,8 +474,7 @@ def stored(
             f"{out} holds models of other experts or methods: pass {Hint('overwrite')} to merge anew, "
             "where scores of equal models are kept, or name another folder"
         )
-    _check_unchanged(out, manifest["sources"], entries, checkpoints)
-    _check_code(out, entries, plans)
+    _check_unchanged(out, manifest["sources"], entries, checkpoints, plans)
     found = manifest["comparison"]
     try:
         return Comparison(
@@ -519,36 +493,32 @@ def stored(
         ) from error
 
 
-def _check_code(out: Path, entries: Sequence[Entry], plans: Sequence[Plan]) -> None:
-    """Raise if the code of a method changed after its model was merged."""
-    for entry, plan in zip(entries, plans, strict=True):
-        before = read_manifest(LocalFolder(out / entry.label)).get("extensions", [])
-        if before != [origin.as_json() for origin in plan.origins]:
-            raise InputError(
-                f"the code of {entry.label} changed since the models in {out} were merged: pass "
-                f"{Hint('overwrite')} to merge anew"
-            )
-
-
 def _check_unchanged(
     out: Path,
     recorded: Mapping[str, Mapping[str, Any]],
     entries: Sequence[Entry],
     checkpoints: OpenCheckpoints,
+    plans: Sequence[Plan],
 ) -> None:
-    """Raise if a source changed after the merge, or a model's files after they were written."""
+    """Raise if a source, the code of a method, or a file of a model changed after the merge."""
     for key in checkpoints.changed(recorded):
         raise InputError(
             f"{key} changed since the models in {out} were merged: pass {Hint('overwrite')} to merge anew"
         )
-    for entry in entries:
+    for entry, plan in zip(entries, plans, strict=True):
         store = LocalFolder(out / entry.label)
-        files = read_manifest(store).get("files", {})
+        manifest = read_manifest(store)
+        files = manifest.get("files", {})
         found = check_files(store, {"files": files}, hash_files(store, files))
         if not found.ok:
             raise InputError(
                 f"{store} is not as it was written: {found.detail}. Pass {Hint('overwrite')} to merge "
                 "anew, where scores of equal models are kept"
+            )
+        if manifest.get("extensions", []) != [origin.as_json() for origin in plan.origins]:
+            raise InputError(
+                f"the code of {entry.label} changed since the models in {out} were merged: pass "
+                f"{Hint('overwrite')} to merge anew"
             )
 
 

@@ -83,10 +83,6 @@ _VOCABULARIES = (
 _MAX_BYTES = 256 << 20
 
 
-_LOST = "The merged model has the base's: what the expert learnt of the others is lost"
-_LOST_OF_ADAPTER = "An adapter is merged by the base's: what it learnt of the others is lost"
-
-
 def check_tokenizers(
     base: Path | None, experts: Mapping[str, Path | None], adapters: Collection[str] = ()
 ) -> Iterator[Finding]:
@@ -153,5 +149,7 @@ def _tokens_that_differ(
         for what, tokens in (("added", added), ("missing", gone), ("with another number", moved))
         if tokens
     ]
-    lost = _LOST_OF_ADAPTER if of_adapter else _LOST
+    lost = "The merged model has the base's: what the expert learnt of the others is lost"
+    if of_adapter:
+        lost = "An adapter is merged by the base's: what it learnt of the others is lost"
     return f"its tokenizer differs from the base's: {', '.join(parts)}. {lost}"

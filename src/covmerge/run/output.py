@@ -27,7 +27,6 @@ from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.moe.gates import late_warnings
-from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
@@ -66,10 +65,8 @@ def account_of_lengths(
 ) -> MergeSummary:
     """Return a note or a warning on merged updates that are longer than the experts' updates together.
 
-    Args:
-        entries: by tensor, as in covmerge.json.
-        diagnostics: the method's diagnostics. Where they give the length in the outputs and it is not too
-            long, the tensor is reported as harmless.
+    Where the method's diagnostics give the length in the outputs and it is not too long, the tensor is
+    reported as harmless.
     """
     outputs = {
         one.tensor: max(lengths)
@@ -133,9 +130,9 @@ class OutputFiles:
         self.output = open_output(store, self._layouts)
         self._copied = Companions()
         if not self._is_adapter:  # an adapter is loaded over a base that has companion files
-            base = checkpoints.base
+            base, stored = checkpoints.base, plan.recipe.output.dtype
             changes = ConfigChanges(
-                _config_dtype(plan),
+                None if stored == "base" else getattr(torch, stored),
                 base.order,
                 plain=not is_quantised(base),
                 quantisation=plan.quantisation,
@@ -144,9 +141,8 @@ class OutputFiles:
                 other=None if checkpoints.views.moe is None else base.config,
             )
             self._copied = copy_companions(base.folder, store, changes, checkpoints.companions)
-            if (
-                base.config is not None and CONFIG not in self._copied.copied
-            ):  # the config was in a GGUF file, or in memory
+            # The config may be in a GGUF file, or in memory.
+            if base.config is not None and CONFIG not in self._copied.copied:
                 if plan.gguf is None:
                     check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
@@ -183,55 +179,78 @@ class OutputFiles:
             *self._router_notes(),
             *self._parents.notes,
         )
-        said = cast("Mapping[str, Json]", stats)
-        if "rescalers" in stats:
-            said = {**said, BASE_PROBE: probe(base)}
-        record = manifest(plan, sources, notes, warnings, {**self._base_changes(), **said})
+        vocabulary = self._checkpoints.text.vocabulary
+        record: dict[str, Json] = {
+            "covmerge": __version__,
+            "torch": torch.__version__,
+            "recipe": dump_recipe(plan.recipe),
+            "chosen": plan.chosen,
+            **({"extensions": [one.as_json() for one in plan.origins]} if plan.origins else {}),
+            "family": plan.family,
+            "sources": sources,
+            "notes": list(notes),
+            "warnings": list(warnings),
+            **({} if vocabulary is None else {"vocabulary": vocabulary.as_json()}),
+            **({} if base.untied is None else {"untied": dict(base.untied)}),
+            **cast("Mapping[str, Json]", stats),
+            **({BASE_PROBE: probe(base)} if "rescalers" in stats else {}),
+        }
         beside.append(write_card(store, plan, self._parents, base.config, record))
-        sources = cast("Mapping[str, Any]", record["sources"])
-        notes += tuple(note for note in alike_by_content(sources) if note not in notes)
-        report, removed = seal(
-            store,
-            {**record, "notes": list(notes)},
-            [*self._files, *beside],
-            out=out,
-            base=None if self._is_adapter or not compared else base,
-            may_equal_base=may_equal_base,
-            removed=self._removed,
-            read=read,
-        )
+        alike = alike_by_content(cast("Mapping[str, Any]", sources))
+        notes += tuple(note for note in alike if note not in notes)
+        record["notes"] = list(notes)
+        files = [*self._files, *beside]
+        self._removed += store.remove_others(files)
+        against = None if self._is_adapter or not compared else base
+        report = self._sealed(record, files, out, against, may_equal_base, read)
         return MergedFolder(
             path=out.folder,
             recipe=plan.recipe,
             stats=stats,
             run=run_figures(done, memory),
             diagnostics=account.rows,
-            notes=(*notes, *self._linked, *removed),
+            notes=(*notes, *self._linked, *_strays(self._removed, files)),
             warnings=warnings,
             verification=report,
             seconds=tensor_seconds(plan, done),
             timeline=done.spans,
         )
 
+    def _sealed(
+        self,
+        record: Mapping[str, Json],
+        files: Sequence[str],
+        out: Store,
+        base: Checkpoint | None,
+        may_equal_base: bool,
+        read: ReadFiles,
+    ) -> Verification:
+        """Check the output in one reading, and write covmerge.json with the hashes of all its files.
+
+        Raises:
+            CheckFailed: the output failed its verification.
+        """
+        checks, found = examine(self._store, record, sorted(files), base=base, read=read)
+        lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
+        if lost:
+            checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
+        report = Verification(out.folder or out, checks)
+        if not (may_equal_base and report.failed == (DIFFERS,)):
+            report.raise_if_failed()
+        hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
+        write_manifest(self._store, {**record, "files": hashes})
+        return report
+
     @property
     def _is_adapter(self) -> bool:
         return self._plan.recipe.output.format == "adapter"
 
-    def _base_changes(self) -> dict[str, Json]:
-        """Return the merged vocabulary and the untied tensors, as covmerge.json records them."""
-        decided = self._checkpoints.text.vocabulary
-        ties = self._checkpoints.base.untied
-        return {
-            **({} if decided is None else {"vocabulary": decided.as_json()}),
-            **({} if ties is None else {"untied": dict(ties)}),
-        }
-
     def _write_beside(self, stats: Stats) -> list[str]:
         """Write the index of each sharded model, and the rescaling factors that belong to masks."""
-        factors = stats.get("rescalers")
-        indices = write_indices(self._layouts, self._store)
-        rescalers = None if factors is None else write_rescalers(self._store, factors)
-        return [*indices, *([] if rescalers is None else [rescalers])]
+        beside = write_indices(self._layouts, self._store)
+        if "rescalers" in stats:
+            beside.append(write_rescalers(self._store, stats["rescalers"]))
+        return beside
 
     def _write_config(self) -> list[str]:
         """Write the adapter config that PEFT needs; other adapter formats need no separate config."""
@@ -241,8 +260,8 @@ class OutputFiles:
         return [
             write_adapter_config(
                 self._store,
-                [form.place for form in forms if isinstance(form, AdapterFactors)],
-                [form.place for form in forms if isinstance(form, AdapterTensor)],
+                [form.adapted for form in forms if form.adapted is not None],
+                [form.whole for form in forms if form.whole is not None],
                 self._plan.parameters,
                 [adapter.adapter_config for adapter in self._checkpoints.adapters.values()],
                 self._checkpoints.base,
@@ -262,72 +281,7 @@ class OutputFiles:
         yield from changed_and_left_out(self._plan, changed)
 
 
-def manifest(
-    plan: Plan,
-    sources: Mapping[str, Json],
-    notes: Sequence[str],
-    warnings: Sequence[str],
-    stats: Mapping[str, Json],
-) -> dict[str, Json]:
-    """Return the content of covmerge.json, without the hashes of the output files."""
-    return {
-        "covmerge": __version__,
-        "torch": torch.__version__,
-        "recipe": dump_recipe(plan.recipe),
-        "chosen": plan.chosen,
-        **({"extensions": [origin.as_json() for origin in plan.origins]} if plan.origins else {}),
-        "family": plan.family,
-        "sources": sources,
-        "notes": list(notes),
-        "warnings": list(warnings),
-        **stats,
-    }
-
-
-def seal(
-    store: LocalFolder,
-    record: Mapping[str, Json],
-    files: Sequence[str],
-    *,
-    out: Store,
-    base: Checkpoint | None = None,
-    may_equal_base: bool = False,
-    removed: Sequence[str] = (),
-    read: ReadFiles = read_files,
-) -> tuple[Verification, tuple[str, ...]]:
-    """Check the output in one reading, and write covmerge.json with the hashes of all its files.
-
-    Args:
-        store: where the output was written.
-        record: content of covmerge.json, without the hashes.
-        files: the written files, as paths in the store; all other files in the store are removed.
-        out: final place of the output, for the report.
-        base: the checkpoint that the output is compared with.
-        may_equal_base: whether an output that equals the base passes.
-        removed: files that were removed before, for the notes.
-        read: reads the files of weights, on the machine that merged them.
-
-    Returns:
-        The result of the checks, and notes.
-
-    Raises:
-        CheckFailed: the output failed its verification.
-    """
-    removed = [*removed, *store.remove_others(files)]
-    checks, found = examine(store, record, sorted(files), base=base, read=read)
-    lost = [f"{name} {problem}" for name, problem in found.items() if isinstance(problem, str)]
-    if lost:
-        checks = (Check("files", ok=False, detail="; ".join(lost)), *checks)
-    report = Verification(out.folder or out, checks)
-    if not (may_equal_base and report.failed == (DIFFERS,)):
-        report.raise_if_failed()
-    hashes = {name: one.as_json() for name, one in found.items() if isinstance(one, FileHashes)}
-    write_manifest(store, {**record, "files": hashes})
-    return report, _strays(removed, files)
-
-
 def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
-    """Return a note on removed files that do not belong to this merge."""
     strange = sorted({*removed} - {*files, MANIFEST_NAME})
     if not strange:
         return ()
@@ -335,12 +289,6 @@ def _strays(removed: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
         "removed from the unfinished output, as this merge had not written it: "
         + some(strange, 10),
     )
-
-
-def _config_dtype(plan: Plan) -> torch.dtype | None:
-    """Return the dtype that config.json must state; None if the weights keep the base's dtype."""
-    stored = plan.recipe.output.dtype
-    return None if stored == "base" else getattr(torch, stored)
 
 
 def merge_stats(plan: Plan, done: Sequence[Mapping[str, Json]]) -> tuple[Stats, MergeSummary]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,8 +101,6 @@ def check_sources(checkpoints: OpenCheckpoints, manifest: Mapping[str, Any]) -> 
 _MOST_NUMBERS = 10**8
 _MOST_PRODUCTS = 5 * 10**10
 
-_T = TypeVar("_T")
-
 
 def by_reference(name: str) -> Method:
     """Return a registered method whose kernel is its reference implementation on dense updates."""
@@ -119,10 +117,7 @@ def choose(plan: Plan, count: int) -> dict[str, str]:
     """Choose `count` merged tensors, evenly, first those that a reference implementation can compute.
 
     If a method's reference implementation can compute none of its tensors, these tensors are among the
-    first too, so that every method is checked.
-
-    Returns:
-        By tensor name, why no reference implementation computes the tensor; "" if one does.
+    first too, so that every method is checked. Return by name why none computes a tensor; "" if one does.
     """
     reasons = {t.name: _beyond_a_reference(t, t.merge) for t in plan.tensors if t.merge is not None}
     methods = {t.name: t.merge.method for t in plan.tensors if t.merge is not None}
@@ -152,7 +147,7 @@ def _beyond_a_reference(tensor: TensorPlan, merge: Merge) -> str:
     return ""
 
 
-def _evenly(names: Sequence[_T], count: int) -> list[_T]:
+def _evenly(names: Sequence[str], count: int) -> list[str]:
     """Return `count` evenly spaced names, including the first and the last."""
     count = max(0, min(count, len(names)))
     steps = max(1, count - 1)
@@ -165,14 +160,9 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class _Element:
-    """The element of a tensor that is farthest from its recomputed value.
+    """The element of a tensor that is farthest from its recomputed value."""
 
-    Attributes:
-        beyond: its distance, less what storing the element may change.
-        place: its index in the tensor.
-    """
-
-    beyond: float = 0.0
+    beyond: float = 0.0  # its distance, less what storing it may change
     place: tuple[int, ...] = ()
 
 
@@ -243,16 +233,8 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
     recorded recipe, and thresholds over the whole model are computed again. Then the tensors are merged
     by the methods' reference implementations (`covmerge.maths.reference`), which share no code with the
     kernels that merged them. If a method has no reference implementation, or the tensor is too large for
-    it, the method's own kernel runs in float64.
-
-    Args:
-        folder: the output, by path or address.
-        tensors: number of merged tensors to recompute, evenly spaced; first those that a
-            reference implementation can compute.
-
-    Returns:
-        A check that names the tensors that differ from what the sources give, and the tensors that
-        no reference implementation computed.
+    it, the method's own kernel runs in float64. The check names the tensors that differ from what the
+    sources give, and those that no reference implementation computed.
 
     Raises:
         InputError: not a merged model of covmerge, or a source that is gone, or is another by now.
@@ -282,7 +264,6 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
 
 
 def _account(found: Sequence[_Tensor], wrong: Sequence[_Tensor], merged: int) -> str:
-    """Return the text of the check: which tensors are right or wrong, and how they were recomputed."""
     by_kernels = [f"'{tensor.name}' ({tensor.instead})" for tensor in found if tensor.instead]
     kernels = f"covmerge's own kernels in float64: {some(by_kernels, 5, between='; ')}"
     if not by_kernels:
@@ -322,7 +303,7 @@ def _compare(
         total = _Distance()
         for item in items[name]:
             stored = output.read(name, item.rows)
-            (result,) = work([item], read_inputs([item], sources), of_method)
+            (result,) = work((item,), read_inputs([item], sources), of_method)
             merged: Any = result.stats["merged"]
             exact = result.tensors[0]
             # Without an update the tensor has the base's bytes.

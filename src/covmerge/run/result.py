@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from covmerge.base.errors import InputError
-from covmerge.base.table import Table, Tabular, paragraph, table_html
+from covmerge.base.table import Table, Tabular, result_html
 from covmerge.base.text import counted, some
 from covmerge.files.checkpoints.staging import output_path
 from covmerge.maths.methods.mergekit import called
@@ -132,23 +132,8 @@ class MergeResult(Tabular):
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
         said = [*self.diagnostics, *(("warning", warning) for warning in self.warnings)]
-        table = self.table()
-        drawn = {name for name in table.columns if "norm" in name}
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                table_html(table, drawn=drawn),
-            ]
-        )
-
-
-class Saves(Protocol):
-    """A function that writes the result of a merge in memory to a folder."""
-
-    def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
-        """Write the result as a merge to disk would write it."""
-        ...
+        lines = (f"{label}: {text}" for label, text in said)
+        return result_html(self, lines, drawn=("merged_norm", "update_norm"))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -158,13 +143,13 @@ class MergedTensors(MergeResult):
     Attributes:
         tensors: merged weights by name. If the base is in memory, tied names are included and share one
             tensor.
-        saver: the function that `save` calls.
+        saver: the function that `save` calls with the folder and `overwrite`.
     """
 
     path: None = None
     tensors: dict[str, Tensor]
     verification: None = None
-    saver: Saves | None = field(default=None, compare=False)
+    saver: Callable[..., MergedFolder] | None = field(default=None, compare=False)
 
     def save(self, out: str | Path, *, overwrite: bool = False) -> MergedFolder:
         """Write the folder that the same merge with `out` writes: weights, config, tokenizer, manifest.

@@ -51,12 +51,6 @@ class Views:
     moe: Mixture | None = None
     text: Text | None = None
 
-    @classmethod
-    def of(cls, recipe: Recipe) -> Views:
-        """Return the views that a recipe asks for."""
-        form = recipe.output.format
-        return cls(recipe.slices, recipe.tokenizer, recipe.chat_template, form, recipe.moe)
-
 
 _BY_TOKEN = Hint("tokenizer", "union")
 
@@ -66,10 +60,6 @@ class OpenCheckpoints:
     """The open checkpoints of a recipe, and the statistics files that it names.
 
     Attributes:
-        base: the checkpoint that the experts were fine-tuned from.
-        experts: checkpoints by name.
-        statistics: statistics files by expert.
-        views: the views that were applied to base and experts.
         text: tokens and chat template of the output, if they are not the base's.
         adapters: the experts that are adapters, by name.
         adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
@@ -136,8 +126,7 @@ class OpenCheckpoints:
     def materialize(self, *, leads: bool = True) -> None:
         """Fetch the files that planning did not need, and check statistics files by reading them once.
 
-        Args:
-            leads: whether this process checks the statistics; False if another process of the merge does.
+        `leads` is False where another process of the merge checks the statistics.
 
         Raises:
             InputError: the tensors of a statistics file have another hash than it states.
@@ -165,11 +154,15 @@ class OpenCheckpoints:
         """Hashes of the base's companion files, taken at the first access of this property."""
         return hash_companions(self.base.folder)
 
+    @property
+    def _statistics(self) -> dict[str, Json]:
+        return {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+
     def identity(self) -> dict[str, Json]:
         """Return facts that identify the sources, for the digest of a plan."""
         return {
             **{key: checkpoint.identity() for key, checkpoint in self.all()},
-            **{f"statistics {name}": file.identity() for name, file in self.statistics.items()},
+            **self._statistics,
             **{
                 f"stamp of statistics {name}": stamp_of(file.path.stat())
                 for name, file in self.statistics.items()
@@ -184,14 +177,19 @@ class OpenCheckpoints:
         Raises:
             InputError: a server gives no versions of its files.
         """
+        for key, source, names in self._without_versions():
+            raise InputError(
+                f"the server of {key} ({source}) does not say whether {some(names)} changed since the "
+                f"merge was begun: start over with {Hint('overwrite')}"
+            )
+
+    def _without_versions(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield each source, by key and place, of which a server gives no versions, with these files."""
         for key, checkpoint in self.all():
             files = cast("dict[str, dict[str, int]]", checkpoint.identity().get("files", {}))
-            unknown = [name for name, said in files.items() if said.get("version") == 0]
-            if unknown:
-                raise InputError(
-                    f"the server of {key} ({checkpoint.source}) does not say whether {some(unknown)} "
-                    f"changed since the merge was begun: start over with {Hint('overwrite')}"
-                )
+            names = [name for name, said in files.items() if said.get("version") == 0]
+            if names:
+                yield key, checkpoint.source, names
 
     def sources(self, merged: Checkpoint | None = None) -> Sources:
         """Return the sources for the engine, with the merged model if one is inspected."""
@@ -214,8 +212,7 @@ class OpenCheckpoints:
 
     def changed(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         """Return the keys of sources whose contents differ from those in a manifest."""
-        now: dict[str, Json] = {key: fingerprint(one) for key, one in self.all()}
-        now |= {f"statistics {name}": file.identity() for name, file in self.statistics.items()}
+        now = {**{key: fingerprint(one) for key, one in self.all()}, **self._statistics}
         return (key for key in now if recorded.get(key, {}).get("content") != now[key])
 
     def opener(self, plans: Sequence[Plan]) -> Opener:
@@ -248,16 +245,12 @@ class OpenCheckpoints:
 
     def check_versions(self) -> None:
         """Raise if a source is on a server that lets no other process see whether the source changes."""
-        for key, checkpoint in self.all():
-            identity = checkpoint.identity()
-            files: Any = identity["files"] if identity["kind"] == "remote" else {}
-            untold = [name for name, file in files.items() if not file["version"]]
-            if untold:
-                raise InputError(
-                    f"{key}: {checkpoint.source}: the server tells neither ETag nor Last-Modified of "
-                    f"{untold[0]}, so that several processes cannot see whether it changes: download it "
-                    f"and pass its folder, or leave out {Hint('workers')} and {Hint('executor')}"
-                )
+        for key, source, names in self._without_versions():
+            raise InputError(
+                f"{key}: {source}: the server tells neither ETag nor Last-Modified of {names[0]}, so that "
+                "several processes cannot see whether it changes: download it and pass its folder, or "
+                f"leave out {Hint('workers')} and {Hint('executor')}"
+            )
 
     def check_ties(self, plan: Plan) -> None:
         """Check that tied tensors that are stored twice are equal. A base that is not read is skipped.
@@ -356,19 +349,16 @@ def open_checkpoints(
 def open_recipe(
     recipe: Recipe, base: Source | None = None, experts: Mapping[str, Source] | None = None
 ) -> Generator[OpenCheckpoints]:
-    """Open the sources of a recipe.
-
-    Args:
-        recipe: names the sources.
-        base: the base itself, if the recipe has only a label for it, such as that of a state dict.
-        experts: the experts themselves, if the recipe has only labels for them.
-    """
+    """Open the sources of a recipe; base or experts are given where it has only labels for them."""
     named = {name: expert.source for name, expert in recipe.experts.items()}
+    views = Views(
+        recipe.slices, recipe.tokenizer, recipe.chat_template, recipe.output.format, recipe.moe
+    )
     with open_checkpoints(
         recipe.base if base is None else base,
         named if experts is None else experts,
         statistics_of(recipe),
-        Views.of(recipe),
+        views,
     ) as opened:
         yield opened
 
@@ -381,22 +371,13 @@ def statistics_of(recipe: Recipe) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Description:
-    """A description of sources, from which another process can open them.
+    """A description of sources, from which another process can open them; see `OpenCheckpoints`."""
 
-    Attributes:
-        places: path, address or Hub name of each checkpoint, by key.
-        statistics: statistics files by expert.
-        adapted: whether adapters are merged to an adapter, so that the base's weights are not needed
-            (`AdaptedBase`).
-        views: the views that are applied to the checkpoints.
-        identity: facts that identify the sources, to see whether one changed.
-    """
-
-    places: Mapping[str, str]
+    places: Mapping[str, str]  # path, address or Hub name of each checkpoint, by key
     statistics: Mapping[str, str]
     adapted: bool
     views: Views
-    identity: Mapping[str, Json]
+    identity: Mapping[str, Json]  # facts that identify the sources, to see whether one changed
 
     @contextmanager
     def __call__(self) -> Generator[Sources]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from covmerge.base.errors import ResourceError
 from covmerge.base.types import Json
@@ -14,11 +13,10 @@ from covmerge.files.stores.local import LocalFolder
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import Recipe
 from covmerge.run.comparison import SHARED_COPIES
-from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.hashing import Contents
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
-from covmerge.run.judgement import check_fit
+from covmerge.run.judgement.judge import check_fit
 from covmerge.run.output import OutputFiles
 from covmerge.run.result import MergeResult
 from covmerge.run.sources import OpenCheckpoints
@@ -50,8 +48,8 @@ class Together:
         for plan, (_, folder) in zip(plans, work, strict=True):
             alike.setdefault(_read_of(plan), []).append((plan, folder))
         if len(alike) == 1:
-            folders = (folder for _, folder in work)
-            return self._write(list(zip(plans, folders, strict=True)), checkpoints)
+            (together,) = alike.values()
+            return self._write(together, checkpoints)
         # Plans can read different tensors, as an expert of weight 0 is not read.
         recipes = {folder: recipe for recipe, folder in work}
         parts = [[(recipes[folder], folder) for _, folder in part] for part in alike.values()]
@@ -62,7 +60,10 @@ class Together:
     ) -> dict[Path, MergeResult]:
         plans = [plan for plan, _ in work]
         try:
-            memory = self._memory(plans)
+            # Methods share the spectra of the weighted sum; each choice of weights has its own.
+            weights = {repr([e.weight for e in plan.recipe.experts.values()]) for plan in plans}
+            shared = SHARED_COPIES * len(weights) if len(plans) > 1 else 0
+            memory = self.options.memory(plans, shared=shared)
         except ResourceError:
             if len(work) == 1:
                 raise
@@ -88,16 +89,6 @@ class Together:
                 found, self._recorded, memory, LocalFolder(folder), fit=fit, may_equal_base=True
             )
         return results
-
-    def _memory(self, plans: Sequence[Plan]) -> MemoryPlan:
-        weights = {tuple(_weights(plan.recipe)) for plan in plans}
-        return self.options.memory(
-            plans, shared=SHARED_COPIES * len(weights) if len(plans) > 1 else 0
-        )
-
-
-def _weights(recipe: Recipe) -> list[Any]:
-    return [repr(expert.weight) for expert in recipe.experts.values()]
 
 
 def _read_of(plan: Plan) -> tuple[object, ...]:

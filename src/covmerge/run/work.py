@@ -16,7 +16,7 @@ from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import Output
 from covmerge.run.engine.run import RunResult, run
 from covmerge.run.engine.thread_count import torch_threads
-from covmerge.run.judgement import naming_lost
+from covmerge.run.judgement.values import naming_lost
 from covmerge.run.sources import OpenCheckpoints
 
 

@@ -55,7 +55,7 @@ def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: b
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])
         # This measures this machine; the device of other machines may not exist here.
-        device = options.device if options.elsewhere is None else "cpu"
+        device = options.device if options.cluster is None else "cpu"
         speed = measure_speed(recipe, plan, checkpoints.sources(), device, options.threads)
     room = None if out is None else room_for([plan], destination_of(out).work.folder)
     if as_json:

@@ -76,27 +76,18 @@ class Budget:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The division of the memory of a run.
+    """The division of the memory of a run."""
 
-    Attributes:
-        resident: bytes that the process holds before the run, with BLAS buffers and allocator slack.
-        workspace: the most bytes that computing takes beside the inputs and results of items.
-        in_flight: the most bytes of inputs read ahead plus results not yet written, over all processes.
-        lanes: number of small items that are computed at once.
-        workers: number of processes that share the work; 1: this process alone.
-        hands: number of items that each worker process has at once.
-        why: the reason for the number of workers, where the user did not give the number.
-        ahead: whether inputs go to the device before their computation begins.
-    """
-
-    resident: int
-    workspace: int
-    in_flight: int
-    lanes: int
-    workers: int = 1
-    hands: int = 1
-    why: str = ""
-    ahead: bool = False
+    resident: int  # bytes of the process before the run, with BLAS buffers and allocator slack
+    workspace: int  # the most bytes that computing takes beside the inputs and results of items
+    in_flight: (
+        int  # the most bytes of inputs read ahead and results not yet written, in all processes
+    )
+    lanes: int  # number of small items that are computed at once
+    workers: int = 1  # number of processes that share the work; 1: this process alone
+    hands: int = 1  # number of items that each worker process has at once
+    why: str = ""  # the reason for the number of workers, where the user did not give the number
+    ahead: bool = False  # whether inputs go to the device before their computation begins
 
     @property
     def peak(self) -> int:
@@ -129,15 +120,10 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory of a run, or raise an error before any work.
 
-    Args:
-        plans: one plan, or several that run together over the same reading.
-        max_memory: bytes that the process may take; None: the free memory of the machine.
-        device: the device that computes.
-        threads: cores of the CPU that compute; None: torch's setting.
-        workers: processes that are to share the work; fewer are planned where not all of them fit.
-        processes: number of processes like this one that share the machine's free memory.
-        held: bytes that stay allocated for the whole run.
-        shared: copies of a layer's updates that methods running together may keep.
+    Several plans run together over the same reading. The process may take `max_memory` bytes; None: the
+    free memory of the machine, which `processes` like this one share. `held` bytes stay allocated for the
+    whole run. Methods that run together may keep `shared` copies of a layer's updates. Fewer than `workers`
+    processes are planned where not all of them fit.
 
     Without `max_memory` two of the largest items may be in flight, so that reading and writing
     overlap computing. The peak then follows the size of the largest tensor, not of the model. Small
@@ -169,21 +155,15 @@ def plan_memory(
         taken += f"{format_size(pinned)} for buffers to {device.type}, " if pinned else ""
         if allowed.in_all:
             beside, more, taken = "", "Allow", f"{format_size(resident)} for the process, "
-        unit = (
-            " (a number alone counts bytes)"
-            if allowed.in_all and allowed.size <= _NO_PROCESS
-            else ""
-        )
+        few = allowed.in_all and allowed.size <= _NO_PROCESS
+        unit = " (a number alone counts bytes)" if few else ""
+        rule = ", or merge that tensor by `average` with a rule"
         raise ResourceError(
             f"the merge needs {format_size(resident + workspace + largest - present)}{beside}, and "
             f"{format_size(allowed.size)} {allowed.given}{unit}: {taken}"
             f"{format_size(workspace + largest)} for the largest tensor, "
             f"'{plans[0].peak_item.tensor.name}'. {more} more"
-            + (
-                ", or merge that tensor by `average` with a rule."
-                if resident + largest < limit
-                else "."
-            )
+            f"{rule if resident + largest < limit else ''}."
         )
     if workers > 1:
         return _among(workers, _hands(device), resident, workspace, largest, limit)
@@ -197,7 +177,7 @@ def plan_memory(
 
 
 def _hands(device: torch.device) -> int:
-    """Return how many items a worker process has: one on a CPU, else two (one computed, one read).
+    """Return how many items a worker process has: on a GPU two, one computed and one read.
 
     Reading keeps a CPU busy too, so a second item would wait there while another process is idle.
     """

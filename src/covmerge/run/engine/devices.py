@@ -48,30 +48,19 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-def own_device(name: str, place: int, count: int | None = None) -> torch.device:
-    """Return the device of one of several processes of a machine; `cuda` gives them the GPUs in turn.
+def own_device(name: str, place: int) -> torch.device:
+    """Return the device of a process, by its place among those of its machine.
 
-    Args:
-        name: the device as the user gave it; `cuda:1` or `cpu` is returned unchanged.
-        place: number of the process among those of its machine, from 0.
-        count: number of GPUs that the process sees (CUDA_VISIBLE_DEVICES may limit them); None: ask CUDA.
-
-    Example:
-        >>> [str(own_device("cuda", place, 2)) for place in range(3)]
-        ['cuda:0', 'cuda:1', 'cuda:0']
-        >>> str(own_device("cuda:1", 0, 2)), str(own_device("cpu", 1, 2)), str(own_device("cuda", 1, 0))
-        ('cuda:1', 'cpu', 'cuda')
+    `cuda` gives them the GPUs in turn; `cuda:1` or `cpu` is returned unchanged.
     """
-    device, several = named_device(name), gpus_of(name, count)
+    device, several = named_device(name), gpus_of(name)
     return torch.device("cuda", place % several) if several else device
 
 
-def gpus_of(name: str, count: int | None = None) -> int:
-    """Return how many GPUs of this machine a name allows; 0: no GPU, or a GPU of a given number."""
+def gpus_of(name: str) -> int:
+    """Return how many GPUs a name allows that this process sees; 0: no GPU, or one of a given number."""
     device = named_device(name)
-    if device.type != "cuda" or is_one(device):
-        return 0
-    return torch.cuda.device_count() if count is None else count
+    return 0 if device.type != "cuda" or is_one(device) else torch.cuda.device_count()
 
 
 def precision_of_products(device: torch.device) -> str:
@@ -131,17 +120,10 @@ def check_room(
     """Check that every batch has room on the device; `plan_memory` checks the memory of the machine.
 
     A batch without room is not computed on another device: the bytes of the output would then depend on
-    how much memory is free.
+    how much memory is free. `processes` share the device. Methods that run together may keep `shared`
+    copies of a layer's updates. The device has `free` bytes; None: ask it.
 
-    Args:
-        batches: all batches of the run.
-        device: the device that computes them.
-        processes: number of processes that share the device.
-        shared: copies of a layer's updates that methods running together may keep.
-        free: free bytes of the device; None: ask the device.
-
-    Returns:
-        Bytes that stay free beside the largest batch; None: the device has no memory of its own.
+    Return the bytes that stay free beside the largest batch; None: the device has no memory of its own.
 
     Raises:
         ResourceError: a batch has no room.
@@ -154,16 +136,12 @@ def check_room(
     needed = max(sizes, default=0)
     room = max(0, free // processes - _BESIDE)
     if needed > room:
-        name = given[sizes.index(needed)][0].tensor.name
+        name, fewer = given[sizes.index(needed)][0].tensor.name, ": "
+        if processes > 1:
+            fewer = f" in each of {processes} processes: take fewer {Hint('workers')}, "
         raise ResourceError(
             f"'{name}' needs {format_size(needed)} of the memory of {device}, and "
-            f"{format_size(room)} are free for it"
-            + (
-                f" in each of {processes} processes: take fewer {Hint('workers')}, "
-                if processes > 1
-                else ": "
-            )
-            + _ways_out()
+            f"{format_size(room)} are free for it{fewer}{_ways_out()}"
         )
     return room - needed
 

@@ -34,12 +34,10 @@ MOSTLY = 0.5  # a warning is given where a plain dtype loses at least this share
 def quantised_entry(
     form: str, rounded: Sequence[Mapping[str, float]], merged: float | None
 ) -> dict[str, Json]:
-    """Return the entry of a packed tensor in covmerge.json.
+    """Return the entry of a packed tensor in covmerge.json, from the sums over each of its items.
 
-    Args:
-        form: the format that the tensor is packed in.
-        rounded: the sums over each of its items; empty where the base's bytes were copied.
-        merged: ‖W̄ − W_0‖; None: the recipe has no base, or the tensor was not merged.
+    `rounded` is empty where the base's bytes were copied. `merged` is ‖W̄ − W_0‖; None: the recipe has no
+    base, or the tensor was not merged.
     """
     weights = sum(part["weights"] for part in rounded)
     error = sum(part["error"] for part in rounded)
@@ -216,9 +214,7 @@ def totals(
 def rounding_said(totals: Mapping[str, Any], stored: str | None = None) -> str:
     """Return a sentence on what half-precision steps and storing lost of the update's norm.
 
-    Args:
-        totals: the totals of the merge.
-        stored: the text of the share that storing lost; None: that of `totals`, in percent.
+    `stored` is the text of the share that storing lost; None: that of `totals`, in percent.
 
     Example:
         >>> said = {"rounding_loss": 0.0}

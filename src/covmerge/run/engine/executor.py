@@ -14,7 +14,7 @@ from covmerge.base.errors import CovmergeError
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.plan.planning.work import WorkItem
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing, InStep, read_files
+from covmerge.run.engine.hashing import Contents, Hashing, InStep, WeightsCheck, read_files
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
@@ -38,38 +38,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished item, whose result has been written.
+    """A finished item, whose result has been written."""
 
-    Attributes:
-        index: index of the item's batch.
-        number: place of the item in its batch.
-        checksum: checksum of the bytes written.
-        stats: measurements of the item, as JSON.
-        spans: when the item was read, computed and written; only the first item of a batch has the reading.
-    """
-
-    index: int
-    number: int
-    checksum: str
-    stats: Mapping[str, Json]
-    spans: tuple[Span, ...]
+    index: int  # of the item's batch
+    number: int  # place of the item in its batch
+    checksum: str  # of the bytes written
+    stats: Mapping[str, Json]  # measurements of the item
+    spans: tuple[Span, ...]  # of its stages; only the first item of a batch has the reading
 
 
 @dataclass(frozen=True)
 class Task:
-    """The arguments of an executor beside the batches.
-
-    Attributes:
-        sources: the checkpoints and statistics to read.
-        context: dtype, device and settings of the computation.
-        outputs: where the results go, by place in the batch; empty for counting.
-        selections: the counters that counting adds to; None for a merge.
-    """
+    """The arguments of an executor beside the batches."""
 
     sources: Sources
     context: Context
-    outputs: Sequence[Output] = ()
-    selections: Selections | None = None
+    outputs: Sequence[Output] = ()  # by place in the batch; empty for counting
+    selections: Selections | None = None  # the counters that counting adds to; None for a merge
 
 
 class Executor(Protocol):
@@ -78,9 +63,7 @@ class Executor(Protocol):
     def run(self, batches: Iterable[tuple[int, Batch]], task: Task) -> Generator[Done]:
         """Do all batches, and yield each item when its result has been written.
 
-        Args:
-            batches: numbered batches; the executor takes them one by one, possibly in another thread.
-            task: the other arguments of the work.
+        The executor takes the numbered batches one by one, possibly in another thread.
 
         Raises:
             CovmergeError: the first error of any stage; it ends the work.
@@ -92,13 +75,9 @@ class Executor(Protocol):
         return InStep(contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
-        """Read the files of the finished output once more, in the processes that suit best.
-
-        Raises:
-            CovmergeError: an error of `file_check`.
-        """
+        """Read the files of the finished output once more, in the processes that suit best."""
         return read_files(sizes, file_check, base)
 
     def close(self) -> None:
@@ -170,10 +149,7 @@ def largest_first(
 ) -> Iterator[T]:
     """Yield items, the largest first; items of equal size keep their order.
 
-    Args:
-        items: the items; they are taken no further ahead than `within` allows.
-        size: returns the size of an item.
-        within: total size of the items that may be held back while larger ones go first; None: any size.
+    Items of a total size of `within` are held back while larger ones go first; None: any size.
 
     Example:
         >>> list(largest_first([1, 5, 2, 4], lambda size: size))

@@ -10,12 +10,11 @@ from typing import Any
 from covmerge.base.errors import InputError, RecipeError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.base.sizes import parse_size
-from covmerge.run.engine.cluster import RayCluster, cluster_address, has_gpus
+from covmerge.run.engine.cluster.connection import cluster_address, has_gpus
 from covmerge.run.engine.devices import AUTO_DEVICE, is_one, named_device
-from covmerge.run.engine.options import RunOptions
+from covmerge.run.engine.options import AUTO, RunOptions
 from covmerge.run.engine.progress import as_progress
 from covmerge.run.engine.ranks.rank import find_rank
-from covmerge.run.engine.workers import AUTO
 
 # The run options that a caller gives; the executor decides the others.
 _GIVEN = (
@@ -95,7 +94,7 @@ def _by_ray(options: RunOptions, address: str | None) -> RunOptions:
     cluster, device = cluster_address(address), options.device
     if device == AUTO_DEVICE:  # the nodes decide, not this machine
         device = "cuda" if has_gpus(cluster) else "cpu"
-    return replace(options, elsewhere=RayCluster(cluster, named_device(device)))
+    return replace(options, cluster=cluster, device=device)
 
 
 # Each function takes the caller's options and the address of a cluster, and returns the run options.

@@ -24,10 +24,7 @@ def find_thresholds(
     settles a float32 threshold. Each pass reads the tensors once for all global passes. The memory is
     that of the items in flight and of 2¹⁹ counters per global pass and expert.
 
-    Args:
-        plans: plans whose items are the same rows of the same tensors.
-        count: does the work of one pass.
-        advance: called for every batch of every pass, with its part of `global_pass_bytes` in bytes.
+    `advance` is called for every batch of every pass, with its part of `global_pass_bytes`.
 
     Raises:
         TensorError: NaN or Inf in the inputs.

@@ -1,17 +1,26 @@
-"""Hashes of the sources, taken during the merge; covmerge.json records them."""
+"""Hashes of the sources, taken during the merge, and of the finished output; covmerge.json records them."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+import torch
+from torch import Tensor
+
+from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.threads import ThreadPool
-from covmerge.base.types import Json
+from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
+from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
+from covmerge.files.stores.store import Store
+from covmerge.maths.linalg.stored import all_finite
 from covmerge.run.engine.thread_count import torch_threads, usable_cores, use_threads
 
 # The contents of each source that are hashed, by the source's key.
@@ -29,11 +38,9 @@ class Hashing(Protocol):
 
     def __exit__(self, *_: object) -> None:
         """Stop hashing: a run that failed does not wait for hashes."""
-        ...
 
     def follow(self, share: float) -> None:
         """Note the share of the sources that the last pass of the run has read."""
-        ...
 
     def result(self) -> Hashes:
         """Wait for all hashes and return them."""
@@ -130,34 +137,139 @@ def in_order(contents: Contents, found: Mapping[tuple[str, str], str]) -> Hashes
 
 _CORES = 4  # per file: two hash the file, the others inspect it and wait for the disk
 _MOST = 8  # files at once: enough to use a fast disk fully
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
-class FileCheck(Protocol):
-    """The check of a file of the output; it can be pickled."""
+def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashes | str:
+    """Read a file of an output once, and return its hashes, or a text that says what is wrong with it."""
+    try:
+        return hash_file(store, name, inspect)
+    except FileNotFoundError:
+        return "is missing"
+    except CheckpointError as error:
+        return f"cannot be read ({error})"
 
-    def __call__(self, base: Checkpoint, name: str, /) -> Json:
-        """Read the file of a name, and return the findings.
 
-        Raises:
-            CovmergeError: the base cannot be read.
-        """
-        ...
+class Onlooker:
+    """A check of tensors as they are read: which are not finite, and which differ from the base's.
 
-    def check(self, name: str, found: Json, /) -> Json:
+    Without a base, no tensors are compared; those in `apart` never are.
+
+    Attributes:
+        not_finite: names of tensors that have NaN or Inf.
+        changed: names of tensors that differ from the base's.
+        error: the error of reading the base, after which no tensor is compared; None without an error.
+    """
+
+    def __init__(self, base: Checkpoint | None, apart: Collection[str] = ()) -> None:
+        self.base = base
+        self._apart = apart
+        self.not_finite: set[str] = set()
+        self.changed: set[str] = set()
+        self.error: InputError | None = None
+
+    def inspect(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
+        """Check that some rows of a tensor are finite, and compare them with the base's."""
+        name = header.name
+        if block.is_complex():
+            block = torch.view_as_real(block)
+        if not all_finite(block):
+            self.not_finite.add(name)
+        if self.base is None or name in self.changed or name in self._apart or self.error:
+            return
+        try:
+            same = torch.equal(block, self.base.read(name, rows).to(block.dtype))
+        except InputError as error:  # an error of the base, not of the file that is checked
+            self.error = error
+            return
+        if not same:
+            self.changed.add(name)
+
+
+@dataclass(frozen=True)
+class WeightsCheck:
+    """The check of one file of weights of a finished output, by any process of the merge.
+
+    Attributes:
+        store: the store of the output.
+        compared: whether tensors are compared with the base's.
+        apart: names of tensors that are not compared.
+        parts: names of stored tensors that are parts of quantised ones, and no weights by themselves.
+    """
+
+    store: Store
+    compared: bool
+    apart: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
+
+    def __call__(self, base: Checkpoint, name: str) -> dict[str, Json]:
+        """Read a file once; return its hashes, and names of tensors that are not finite or are changed."""
+        onlooker = Onlooker(base if self.compared else None, self.apart)
+        prefix = _prefix(name)
+
+        def inspect(header: TensorHeader, rows: range | None, block: Tensor) -> None:
+            if header.name not in self.parts:
+                onlooker.inspect(replace(header, name=f"{prefix}{header.name}"), rows, block)
+
+        found = hashes_of(self.store, name, inspect)
+        if onlooker.error is not None:
+            raise onlooker.error
+        if isinstance(found, str):
+            return {"problem": found}
+        return {
+            "sha256": found.sha256,
+            "tensors": dict(found.tensors),
+            "not_finite": sorted(onlooker.not_finite),
+            "changed": sorted(onlooker.changed),
+        }
+
+    def check(self, name: str, found: Json) -> dict[str, Json]:
         """Check the findings of another process about a file, and return them as this process writes them.
 
         Raises:
             ValueError: they are not findings of this check.
         """
-        ...
+        fields = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
+        if {*fields} == {"problem"} and isinstance(fields["problem"], str):
+            return {"problem": fields["problem"]}
+        if {*fields} == {"sha256", "tensors", "not_finite", "changed"}:
+            hashes = [fields["sha256"], *dict(fields["tensors"]).values()]
+            names = {*fields["not_finite"], *fields["changed"]}
+            whole = {f"{_prefix(name)}{tensor}" for tensor in fields["tensors"]}
+            if names <= whole and all(map(_DIGEST.fullmatch, hashes)):
+                return {**fields}
+        raise ValueError("it is nothing that is found in a file")
 
-    def as_json(self) -> Json:
-        """Return what another process needs to do the same check."""
-        ...
+    def as_json(self) -> dict[str, Json]:
+        """Return the check as JSON for other ranks, which know the store."""
+        return {
+            "compared": self.compared,
+            "apart": sorted(self.apart),
+            "parts": sorted(self.parts),
+        }
+
+    @classmethod
+    def from_json(cls, store: Store, data: Mapping[str, Any]) -> WeightsCheck:
+        """Return the check that another rank wrote as JSON."""
+        return cls(store, data["compared"], frozenset(data["apart"]), frozenset(data["parts"]))
+
+
+def _prefix(file: str) -> str:
+    """Return the prefix that the names of a file's tensors have in the whole model."""
+    folder = file.rpartition("/")[0]
+    return Module(folder).prefix if folder else ""
+
+
+def hashes_in(found: Json) -> FileHashes | str:
+    """Return the hashes in a result of `WeightsCheck`, or its text on what is wrong with the file."""
+    fields = cast("Mapping[str, Any]", found)
+    if "problem" in fields:
+        return cast("str", fields["problem"])
+    return FileHashes(fields["sha256"], fields["tensors"])
 
 
 # A function of the sizes of files by name, their check and the base; it returns the findings in file order.
-ReadFiles = Callable[[Mapping[str, int], FileCheck, Checkpoint], Mapping[str, Json]]
+ReadFiles = Callable[[Mapping[str, int], WeightsCheck, Checkpoint], Mapping[str, Json]]
 
 
 def files_at_once(count: int, processes: int = 1) -> int:
@@ -165,7 +277,7 @@ def files_at_once(count: int, processes: int = 1) -> int:
     return max(1, min(count, _MOST, usable_cores() // _CORES // processes))
 
 
-def read_files(sizes: Mapping[str, int], check: FileCheck, base: Checkpoint) -> dict[str, Json]:
+def read_files(sizes: Mapping[str, int], check: WeightsCheck, base: Checkpoint) -> dict[str, Json]:
     """Read all files in this process; see `ReadFiles`."""
     # Inspecting a file is faster than hashing it, and torch's threads would wait on the hashers' cores.
     with (

@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.errors import NotFiniteError, TensorError
 from covmerge.base.settings import Hint, rules_for
 from covmerge.base.threads import ThreadPool
-from covmerge.base.types import Json, LowRank, Measured
+from covmerge.base.types import LowRank, Measured
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.measures.rounding import rounded_to
@@ -33,12 +33,7 @@ _AT_ONCE = 8  # sources on other machines that are read at the same time
 
 @dataclass(frozen=True)
 class Sources:
-    """The checkpoints and statistics that a run reads.
-
-    Attributes:
-        checkpoints: checkpoints by the key that operands use (`Operand.source`).
-        statistics: statistics files by expert.
-    """
+    """The checkpoints (by `Operand.source`) and the statistics files (by expert) that a run reads."""
 
     checkpoints: Mapping[str, Checkpoint]
     statistics: Statistics = field(default_factory=dict[str, Any])
@@ -51,11 +46,6 @@ class Sources:
         if operand.tensor in checkpoint.low_rank:
             return checkpoint.read_update(operand.tensor, rows)
         return checkpoint.read(operand.tensor, operand.held(rows))
-
-    def read_rows(self, operand: Operand, rows: range | None) -> Tensor:
-        """Read the rows of an operand that stores weights, not an adapter's factors."""
-        assert operand.tensor is not None
-        return self.checkpoints[operand.source].read(operand.tensor, rows)
 
     def together(self, reads: Sequence[tuple[str, Callable[[], Update]]]) -> list[Update]:
         """Do reads, each given with the key of its source; those from other machines at the same time.
@@ -110,10 +100,6 @@ class Inputs:
     sources: Sources | None = None
     packed: tuple[Tensor, ...] = ()
 
-    def stored_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the stored dtype of each expert's weights; adapters, which have none, are left out."""
-        return {n: w.dtype for n, w in self.experts.items() if isinstance(w, Tensor)}
-
     def rounded_to(self) -> dict[str, torch.dtype]:
         """Return the dtype that each expert's weights were rounded to; adapters are left out."""
         return {n: rounded_to(w) for n, w in self.experts.items() if isinstance(w, Tensor)}
@@ -121,21 +107,11 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Square norms of the updates of some rows, and dot products with the base; both can be added up.
+    """Square norms of the updates of some rows, and dot products with the base; both can be added up."""
 
-    Attributes:
-        updates: ‖Δ_t‖² by expert.
-        along: ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read (not adapters).
-        base: ‖W_0‖²; 0 where `along` is empty.
-    """
-
-    updates: dict[str, float]
-    along: dict[str, float]
-    base: float
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the fields as JSON, for the statistics of an item."""
-        return {**vars(self)}
+    updates: dict[str, float]  # ‖Δ_t‖² by expert
+    along: dict[str, float]  # ⟨Δ_t, W_0⟩ by expert, for experts that are no adapters
+    base: float  # ‖W_0‖²; 0 where `along` is empty
 
 
 def read_inputs(items: Sequence[WorkItem], sources: Sources) -> Inputs:
@@ -204,14 +180,13 @@ def in_parts(
         yield replace(item, rows=rows[part]), Inputs(inputs.base[part], experts, measured)
 
 
-def _held(rows: range | None, shape: tuple[int, ...]) -> range | None:
-    return None if rows is None else range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
-
-
 def _read_measured(kind: str, sources: Sources, expert: str, name: str, item: WorkItem) -> Measured:
     file = sources.statistics[expert]
     # A Gram matrix belongs to the whole tensor, Fisher information to each of its elements.
-    rows = _held(item.rows, file.header(kind, name).shape) if kind == "fisher" else None
+    rows = None
+    if kind == "fisher" and item.rows is not None:
+        held = file.header(kind, name).shape[0]
+        rows = range(min(item.rows.start, held), min(item.rows.stop, held))
     return Measured(file.read(kind, name, rows), file.rows(kind, name), file.total(kind))
 
 
@@ -226,14 +201,9 @@ def take_updates(
 ) -> tuple[dict[str, Update], Sizes]:
     """Turn the stored rows of the experts into updates, with their sizes.
 
-    Args:
-        item: the work item.
-        inputs: rows of the item; the experts' rows are removed from `inputs`.
-        dtype: dtype of the computation.
-        device: device of the computation.
-        models: a dictionary that receives the experts' weights W_t as they are stored, for methods that see
-            weights.
-        keep: whether to return the updates; else they are measured and dropped (None in the result).
+    The experts' rows are removed from `inputs`. `models` receives the experts' weights W_t as they are
+    stored, for methods that see weights. Unless `keep`, the updates are measured and dropped (None in the
+    result).
 
     Raises:
         NotFiniteError: the base or an expert has NaN or Inf, or an update overflows.
@@ -383,12 +353,13 @@ def _name_what_is_not_finite(
                 f"holds {int(bad.sum())} NaN or Inf values, the first at {where}. Fetch the "
                 f"checkpoint again{'' if of_base else hint}.",
             )
-    raise NotFiniteError(
-        name,
-        expert,
+    problem = (
         "gives an update of which no number in float64 is the square norm. Fetch the checkpoint again, or "
         f"leave the tensor to the base with {rules_for(name)}."
-        if dtype == torch.float64
-        else "gives an update that overflows the compute dtype; compute in float64 "
-        f"({Hint('dtype', 'float64')}).",
     )
+    if dtype != torch.float64:
+        problem = (
+            "gives an update that overflows the compute dtype; compute in float64 "
+            f"({Hint('dtype', 'float64')})."
+        )
+    raise NotFiniteError(name, expert, problem)

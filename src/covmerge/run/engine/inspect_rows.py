@@ -36,10 +36,11 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
 
     NaN or Inf in the rows is returned as `fault`, not raised, so that the inspection goes on.
     """
-    stored = inputs.stored_dtypes()
-    dtypes, merged_dtype = (
-        (inputs.rounded_to(), _rounded_to(inputs.merged)) if inspect.spectra else ({}, None)
-    )
+    stored = {n: rows.dtype for n, rows in inputs.experts.items() if isinstance(rows, Tensor)}
+    dtypes = inputs.rounded_to() if inspect.spectra else {}
+    merged_dtype = None  # factors were not rounded
+    if inspect.spectra and isinstance(inputs.merged, Tensor):
+        merged_dtype = rounded_to(inputs.merged)
     result = {} if inspect.merged is None else {MERGED: inputs.merged}
     whose = "experts"
     try:
@@ -86,16 +87,14 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
         }
         if results:
             piece["retention"] = {n: retention(results[0], u) for n, u in parts.items()}
+        # Factors are measured faster than their products.
+        models = {n: _factors(given[n], place, layout) or part for n, part in parts.items()}
+        after = [_factors(made[MERGED], place, layout) or part for part in results]
         if inspect.quadratics:
-            columns = [_factors(given[n], place, layout) or part for n, part in parts.items()]
-            columns += [_factors(made[MERGED], place, layout) or part for part in results]
-            forms = quadratics(columns, len(parts))
+            forms = quadratics([*models.values(), *after], len(parts))
             piece["quadratics"] = [None if form is None else numbers(form) for form in forms]
         if inspect.spectra:
-            taken = {
-                n: spectrum_of(_factors(given[n], place, layout) or part)
-                for n, part in parts.items()
-            }
+            taken = {name: spectrum_of(model) for name, model in models.items()}
             errors = rounding_of(list(parts.values()), [dtypes.get(n) for n in parts], matrix)
             shown = zip(taken.items(), errors, strict=True)
             pairs = combinations(taken.values(), 2)
@@ -104,8 +103,7 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
             piece["overlaps"] = overlaps
             if results:
                 (error,) = rounding_of(results, [merged_dtype], matrix)
-                spectrum = spectrum_of(_factors(made[MERGED], place, layout) or results[0])
-                piece["after"] = _ranked(spectrum, matrix, error)
+                piece["after"] = _ranked(spectrum_of(after[0]), matrix, error)
             there = {n: part for n, part in parts.items() if n not in absent}
             errors = tuple(e for n, e in zip(parts, errors, strict=True) if n in there)
             again = inspect.redo and _merged_again(inspect.redo, item, there, errors)
@@ -113,8 +111,10 @@ def inspect_rows(item: WorkItem, inspect: Inspect, inputs: Inputs, context: Cont
                 spectrum = spectrum_of(again)
                 piece["before"] = _shown(spectrum, spectrum.rank(0.0))
             if inspect.attempt is not None:
-                factors = [_factors(given[n], place, layout) for n in there]
-                piece["foreseen"] = _attempt(inspect.attempt, item, matrix, there, factors, errors)
+                of_experts = [models[name] for name in there]
+                piece["foreseen"] = _attempt(
+                    inspect.attempt, item, matrix, there, of_experts, errors
+                )
         pieces.append(piece)
     return Result((), {**facts, "pieces": pieces})
 
@@ -149,18 +149,17 @@ def _attempt(
     item: WorkItem,
     base: Tensor,
     updates: Mapping[str, Tensor],
-    factors: Sequence[LowRank | None],
-    rounding: Sequence[Rounding],
+    models: Sequence[LowRank | Tensor],
+    rounding: tuple[Rounding, ...],
 ) -> Json:
     """Return a method's diagnostics of a matrix; it runs on factors if all updates have them and it can."""
     weights = tuple(item.tensor.operands[name].weight for name in updates)
-    method, known = merge.procedure, [factor for factor in factors if factor is not None]
+    method, factors = merge.procedure, [m for m in models if isinstance(m, LowRank)]
     size = base_norm_for(method, item.tensor, base)
-    if len(known) == len(factors) and method.factored_for(merge.parameters):
-        merged = merge_factors(method, known, weights, merge.parameters, base_norm=size)
+    if len(factors) == len(models) and method.factored_for(merge.parameters):
+        merged = merge_factors(method, factors, weights, merge.parameters, base_norm=size)
     else:
-        errors = tuple(rounding)
-        group = LinearGroup(tuple(updates.values()), weights, rounding=errors, base_norm=size)
+        group = LinearGroup(tuple(updates.values()), weights, rounding=rounding, base_norm=size)
         merged = method(group, **merge.parameters)
     return dict(method.diagnostics.from_json(merged.stats).report_columns(list(updates)))
 
@@ -199,11 +198,6 @@ def _shown(spectrum: Spectrum, rank: int) -> dict[str, Json]:
         "places": places,
         "sigma": [float(spectrum.sigma[place]) for place in places],
     }
-
-
-def _rounded_to(update: Update) -> torch.dtype | None:
-    """Return the dtype that weights were rounded to; None for factors."""
-    return rounded_to(update) if isinstance(update, Tensor) else None
 
 
 def _factors(update: Update, place: int, layout: MatrixLayout) -> LowRank | None:

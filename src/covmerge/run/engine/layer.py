@@ -26,51 +26,7 @@ from covmerge.maths.methods.factored import MergedFactors, merge_factors, ranked
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.work import TensorPlan, WorkItem
 from covmerge.run.engine.inputs import Inputs, dense, seen_as, take_updates
-
-# Measures of merged updates, for a comparison of methods.
-
-
-class Measures:
-    """Measures of merged updates against the experts' updates, which are prepared once for all of them."""
-
-    def __init__(self, updates: Mapping[str, Tensor], layout: MatrixLayout | None) -> None:
-        """Store the updates that merged updates are measured against.
-
-        Args:
-            updates: Δ_t by expert, of one shape.
-            layout: how the rows hold whole matrices; None: they hold no whole matrix.
-        """
-        self._updates = updates
-        self._layout = layout
-
-    def of(self, merged: Tensor) -> dict[str, Json]:
-        """Return ⟨W̄ − W_0, Δ_t⟩ by expert, and the stable rank and the retention of every matrix."""
-        flat = merged.reshape(-1)
-        dots: dict[str, Json] = {
-            expert: float(torch.dot(flat, update.reshape(-1)))
-            for expert, update in self._updates.items()
-        }
-        if self._layout is None:
-            return {"dots": dots}
-        parts = matrices(merged, self._layout)
-        ranks: list[Json] = [stable_rank(matrix) for matrix in parts]
-        retained: list[Json] = [
-            {expert: retention(matrix, update, gram) for expert, (update, gram) in experts.items()}
-            for matrix, experts in zip(parts, self._experts, strict=True)
-        ]
-        return {"dots": dots, "stable_ranks": ranks, "retention": retained}
-
-    @cached_property
-    def _experts(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
-        """For every matrix, the update of each expert and its Gram matrix."""
-        assert self._layout is not None
-        split = {name: matrices(update, self._layout) for name, update in self._updates.items()}
-        count = len(next(iter(split.values())))
-        return [
-            {name: (parts[place], energy_gram(parts[place])) for name, parts in split.items()}
-            for place in range(count)
-        ]
-
+from covmerge.run.engine.selection import Thresholds
 
 _ROWS = 64  # number of rows that are widened to float64 at once
 
@@ -88,16 +44,13 @@ class Context:
     """The settings of the work on an item.
 
     Attributes:
-        dtype: dtype of the computation.
-        device: device of the computation.
         thresholds: the global passes' thresholds, for each plan: `Merge.key` -> expert -> threshold.
         compare: whether to measure the results, for a comparison of several methods.
-        method: returns the method of a name.
     """
 
     dtype: torch.dtype
     device: torch.device
-    thresholds: Sequence[Mapping[str, Mapping[str, float]]] = ()
+    thresholds: Sequence[Thresholds] = ()
     compare: bool = False
     method: Callable[[str], Method] = registered
 
@@ -110,7 +63,7 @@ class Change:
         delta: the merged update in the stored shape; or its factors, as `(d_out, d_in)`, where the
             method is exact on factors.
         matrices: the method's diagnostics of each matrix, as JSON.
-        masks: masks by expert, from methods that write masks.
+        masks: by expert, from methods that write masks.
         weights: the merged weights W̄, from methods that see weights.
     """
 
@@ -156,9 +109,7 @@ class LayerUpdates:
         self._shared: dict[_Seen, list[dict[str, Any] | None]] = {}
         self._rounding: dict[MatrixLayout, list[tuple[Rounding, ...]]] = {}
 
-    def change(
-        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
-    ) -> Change:
+    def change(self, item: WorkItem, merge: Merge, thresholds: Thresholds) -> Change:
         """Run the merge's method on the tensor itself, on each of its matrices, or on factors."""
         method = merge.around(self._context.method(merge.method))
         factors = self._factors(merge, method)
@@ -179,13 +130,12 @@ class LayerUpdates:
         diagnostics = [merged.stats for merged in found]
         if merge.layout is None or not merge.layout.stacked:
             return Change(found[0], diagnostics)
-        stack = self._empty()
+        context = self._context
+        stack = torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
         write_matrices(stack, merge.layout, [merged.delta.dense() for merged in found])
         return Change(stack, diagnostics)
 
-    def unrounded(
-        self, item: WorkItem, merge: Merge, thresholds: Mapping[str, Mapping[str, float]]
-    ) -> Change | None:
+    def unrounded(self, item: WorkItem, merge: Merge, thresholds: Thresholds) -> Change | None:
         """Return the method's result without its rounding to half precision, to measure that loss.
 
         None: the method's steps do not round, or they follow a tensor pass whose steps rounded.
@@ -216,13 +166,8 @@ class LayerUpdates:
         return Change(whole.view(self._inputs.base.shape), [])
 
     def _dense_change(
-        self,
-        item: WorkItem,
-        merge: Merge,
-        method: Method,
-        thresholds: Mapping[str, Mapping[str, float]],
+        self, item: WorkItem, merge: Merge, method: Method, thresholds: Thresholds
     ) -> Change:
-        """Run the method on the tensor, or on each of its matrices."""
         groups = self._groups(item, merge, method, thresholds.get(merge.key))
         with naming(item.tensor):
             results = [
@@ -266,10 +211,34 @@ class LayerUpdates:
             for expert, update in self._given.items()
         }
 
+    def measured(self, merged: Tensor) -> dict[str, Json]:
+        """Return ⟨W̄ − W_0, Δ_t⟩ by expert, and the stable rank and the retention of every matrix."""
+        flat = merged.reshape(-1)
+        dots: dict[str, Json] = {
+            expert: float(torch.dot(flat, update.reshape(-1)))
+            for expert, update in self._updates.items()
+        }
+        if self._item.matrices is None:
+            return {"dots": dots}
+        parts = matrices(merged, self._item.matrices)
+        ranks: list[Json] = [stable_rank(matrix) for matrix in parts]
+        retained: list[Json] = [
+            {expert: retention(matrix, update, gram) for expert, (update, gram) in experts.items()}
+            for matrix, experts in zip(parts, self._with_grams, strict=True)
+        ]
+        return {"dots": dots, "stable_ranks": ranks, "retention": retained}
+
     @cached_property
-    def measures(self) -> Measures:
-        """The measures of merged updates against these updates."""
-        return Measures(self._updates, self._item.matrices)
+    def _with_grams(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
+        """For every matrix, the update of each expert and its Gram matrix; several methods share them."""
+        layout = self._item.matrices
+        assert layout is not None
+        split = {name: matrices(update, layout) for name, update in self._updates.items()}
+        count = len(next(iter(split.values())))
+        return [
+            {name: (parts[place], energy_gram(parts[place])) for name, parts in split.items()}
+            for place in range(count)
+        ]
 
     def _factors(self, merge: Merge, method: Method) -> list[list[LowRank]] | None:
         """Return the oriented factors of all updates, for each matrix.
@@ -302,10 +271,6 @@ class LayerUpdates:
         together = zip(*(found.get(expert, nothing) for expert in self._given), strict=True)
         return [[u.mT if transposed else u for u in matrix] for matrix in together]
 
-    def _empty(self) -> Tensor:
-        context = self._context
-        return torch.empty(self._inputs.base.shape, dtype=context.dtype, device=context.device)
-
     def base(self) -> Tensor:
         """Return W_0 in the dtype of the computation."""
         return self._inputs.base.to(self._context.device).to(self._context.dtype)
@@ -315,11 +280,7 @@ class LayerUpdates:
         return [self.base()] if layout is None else matrices(self.base(), layout)
 
     def _groups(
-        self,
-        item: WorkItem,
-        merge: Merge,
-        method: Method,
-        thresholds: Mapping[str, float] | None,
+        self, item: WorkItem, merge: Merge, method: Method, thresholds: Mapping[str, float] | None
     ) -> Iterator[LinearGroup]:
         layout = merge.layout
         seen: Sequence[Tensor] = ()
@@ -339,6 +300,13 @@ class LayerUpdates:
         factors = (None if layout is None else self._by_factors(layout)) or [()] * len(views)
         bases = seen[:1] or (self._bases(layout) if method.needs_base else [None] * len(views))
         sizes = self._base_norms(item.tensor, layout, method, len(views))
+        given, streams, limits, known = list(self._given), (), None, ()
+        if method.seeded:
+            streams = tuple(item.tensor.stream(expert, item.first_element) for expert in given)
+        if thresholds:
+            limits = tuple(thresholds[expert] for expert in given)
+        if self._inputs.known:
+            known = tuple(self._inputs.known[expert] for expert in given)
         each = zip(views, shared, errors, factors, bases, sizes, strict=True)
         for tensors, cache, rounding, low_rank, base, size in each:
             updates, models = ((), tensors) if method.sees == "weights" else (tensors, ())
@@ -346,29 +314,20 @@ class LayerUpdates:
                 updates,
                 weights,
                 models=models,
-                streams=tuple(
-                    item.tensor.stream(expert, item.first_element) for expert in self._given
-                )
-                if method.seeded
-                else (),
+                streams=streams,
                 expert_statistics=self._measured(item.tensor, method),
-                thresholds=tuple(thresholds[expert] for expert in self._given)
-                if thresholds
-                else None,
+                thresholds=limits,
                 shared=cache,
                 factors=tuple(low_rank),
                 rounding=rounding,
                 base=base,
-                known=tuple(self._inputs.known[expert] for expert in self._given)
-                if self._inputs.known
-                else (),
+                known=known,
                 base_norm=size,
             )
 
     def _rounding_of(
         self, layout: MatrixLayout, views: Sequence[Sequence[Tensor]]
     ) -> list[tuple[Rounding, ...]]:
-        """Return the rounding of the stored weights in the updates of each matrix."""
         if layout not in self._rounding:
             dtypes = [self._rounded_to.get(expert) for expert in self._updates]
             base = self._bases(layout) if any(dtypes) else [None] * len(views)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil
+from typing import Literal
 
 import psutil
 import torch
@@ -12,9 +13,10 @@ import torch
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
 from covmerge.plan.planning.types import Plan
+from covmerge.plan.recipe import format_size
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
-from covmerge.run.engine.cluster import RayCluster
+from covmerge.run.engine.cluster.executor import CLIENT_HOLDS, Cluster
 from covmerge.run.engine.devices import (
     check_room,
     gpus_of,
@@ -24,13 +26,17 @@ from covmerge.run.engine.devices import (
     processor_of,
     usable_device,
 )
-from covmerge.run.engine.executor import Executor, Opener
+from covmerge.run.engine.executor import Executor, Opener, moved_together
+from covmerge.run.engine.global_pass import global_pass_bytes
 from covmerge.run.engine.processes import Processes
 from covmerge.run.engine.progress import Progress, Silent
 from covmerge.run.engine.ranks.rank import Rank
+from covmerge.run.engine.thread_count import usable_cores
 from covmerge.run.engine.threads import Threads
 from covmerge.run.engine.transfer import pinned_bytes
-from covmerge.run.engine.workers import AUTO, Choice, Workers, choose_workers
+
+Workers = int | Literal["auto"]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,13 @@ class RunOptions:
             number chosen by the work, the cores and the memory. Worker processes import the main script
             again, so the script must merge under `if __name__ == "__main__":`.
         rank: this process among several that were all started to do this merge; None: it is alone.
-        elsewhere: the Ray cluster that does the work; None: this machine does.
+        cluster: address of the Ray cluster that does the work; None: this machine does.
         patience: seconds without news after which a rank is considered gone.
         max_memory: bytes that the process may take; None: the free memory of the machine.
         resume: whether to continue an interrupted run.
         overwrite: whether to replace an existing output of covmerge.
         progress: called for every finished piece of work; None: progress is not reported.
         collecting: called for every batch that runs through the base, where its inputs are collected first.
-        cluster: address of a Ray cluster; it sets `elsewhere`.
 
     Raises:
         InputError: `workers` is neither a number above 0 nor "auto".
@@ -62,20 +67,15 @@ class RunOptions:
     threads: int | None = None
     workers: Workers = 1
     rank: Rank | None = None
-    elsewhere: RayCluster | None = None
+    cluster: str | None = None
     patience: float = 120.0
     max_memory: int | None = None
     resume: bool = False
     overwrite: bool = False
     progress: Progress | None = None
     collecting: Collecting | None = None
-    cluster: InitVar[str | None] = None
 
-    def __post_init__(self, cluster: str | None) -> None:
-        """Check `workers`, and turn the address of a cluster into `elsewhere`."""
-        if cluster is not None:
-            nodes = RayCluster(cluster, named_device(self.device))
-            object.__setattr__(self, "elsewhere", nodes)
+    def __post_init__(self) -> None:
         workers = self.workers
         if workers != AUTO and not (type(workers) is int and workers > 0):
             raise InputError(
@@ -97,11 +97,8 @@ class RunOptions:
     @property
     def torch_device(self) -> torch.device:
         """The device that computes items; the device of other machines is checked there, not here."""
-        return self.device_here if self.elsewhere is None else self.elsewhere.device
-
-    @property
-    def device_here(self) -> torch.device:
-        """The device of this process, checked to be usable; see `own_device` and `usable_device`."""
+        if self.cluster is not None:
+            return named_device(self.device)
         return usable_device(str(self._devices(1)[0]))
 
     def _devices(self, workers: int) -> list[torch.device]:
@@ -116,31 +113,30 @@ class RunOptions:
 
     def memory(self, plans: Sequence[Plan], *, held: int = 0, shared: int = 0) -> MemoryPlan:
         """Divide the memory; see `plan_memory`. Other machines check against their own memory."""
-        if self.elsewhere is not None:
-            resident = psutil.Process().memory_info().rss + held + self.elsewhere.client_holds
+        if self.cluster is not None:
+            resident = psutil.Process().memory_info().rss + held + CLIENT_HOLDS
             return MemoryPlan(resident, 0, 0, lanes=1)
         if self.workers == AUTO:
             return self._memory_of_chosen(plans, held, shared)
         return self._memory_of(self.workers, plans, held, shared)
 
     def _memory_of_chosen(self, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
-        """Choose the number of processes, and divide the memory among them."""
-        chosen = choose_workers(
+        workers, why = choose_workers(
             plans,
             device=self.torch_device,
             threads=self.threads or torch.get_num_threads(),
             in_memory=held > 0,
             gpus=gpus_of(self.device) // (1 if self.rank is None else self.rank.local),
         )
-        if chosen.workers > 1:
+        if workers > 1:
             try:
-                memory = self._memory_of(chosen.workers, plans, held, shared)
+                memory = self._memory_of(workers, plans, held, shared)
             except ResourceError:
-                chosen = Choice(1, "the memory holds no more than one process")
+                why = "the memory holds no more than one process"
             else:
-                few = "" if memory.workers == chosen.workers else "; the memory holds no more"
-                return replace(memory, why=chosen.why + few)
-        return replace(self._memory_of(1, plans, held, shared), why=chosen.why)
+                few = "" if memory.workers == workers else "; the memory holds no more"
+                return replace(memory, why=why + few)
+        return replace(self._memory_of(1, plans, held, shared), why=why)
 
     def _memory_of(self, workers: int, plans: Sequence[Plan], held: int, shared: int) -> MemoryPlan:
         memory = plan_memory(
@@ -175,7 +171,7 @@ class RunOptions:
     @property
     def processor(self) -> str:
         """The name of the CPU or GPU that computes; another model may round sums differently."""
-        return "a cluster's" if self.elsewhere is not None else processor_of(self.torch_device)
+        return "a cluster's" if self.cluster is not None else processor_of(self.torch_device)
 
     def threads_for(self, plan: Plan) -> int | None:
         """Return how many CPU threads compute a large matrix; the number decides how sums are rounded.
@@ -193,8 +189,8 @@ class RunOptions:
 
     def executor(self, memory: MemoryPlan, opener: Callable[[], Opener]) -> Executor:
         """Return the executor of the run; `opener` returns how other processes open the sources."""
-        if self.elsewhere is not None:
-            return self.elsewhere.executor(opener(), self.max_memory)
+        if self.cluster is not None:
+            return Cluster(self.cluster, opener(), self.max_memory)
         threads = Threads(
             in_flight=memory.own_in_flight,
             lanes=memory.lanes,
@@ -204,3 +200,52 @@ class RunOptions:
         if memory.workers == 1:
             return threads
         return Processes(self._devices(memory.workers), opener(), threads, hands=memory.hands)
+
+
+# The number of processes for a merge (`--workers auto`).
+
+# Bytes read and written below which starting the processes would take a good part of the merge's time.
+_SMALL = 8 * 2**30
+
+
+def choose_workers(
+    plans: Sequence[Plan],
+    *,
+    device: torch.device,
+    threads: int,
+    cores: int | None = None,
+    gpus: int = 0,
+    in_memory: bool = False,
+) -> tuple[int, str]:
+    """Choose the number of processes by the work, with the reason; the memory may lower it later.
+
+    One process reads in one thread, writes in one thread, and computes on all of its cores: small items at
+    once, one core each, and large items in turn, on all cores. More processes help if the machine has
+    cores beside these, or if reading and converting is most of the work. Each of several GPUs gets a
+    process.
+
+    This process computes on `threads` of the machine's `cores` (None: ask the system). `in_memory` says
+    whether the result stays in the memory of this process.
+    """
+    cores = usable_cores() if cores is None else cores
+    batches = list(zip(*(plan.items for plan in plans), strict=True))
+    size = global_pass_bytes(plans) + sum(map(moved_together, batches))
+    flops = [sum(item.flops for item in batch) for batch in batches]
+    wide = sum(
+        work for work, batch in zip(flops, batches, strict=True) if not batch[0].is_narrow(device)
+    )
+    if in_memory:
+        return 1, "the result stays in this process"
+    if device.type != "cpu" and gpus < 2:
+        return 1, f"the mathematics runs on {device}, which one process keeps busy"
+    if device.type == "cpu" and cores < 2:
+        return 1, "there is one core"
+    if size < _SMALL:
+        why = "are soon read and written, and processes take seconds to start"
+        return 1, f"{format_size(size)} {why}"
+    if device.type != "cpu":
+        return min(gpus, len(batches)), f"{gpus} GPUs, a process for each"
+    if wide > sum(flops) / 2 and 2 * threads > cores:
+        return 1, "most of the mathematics is of matrices that each take all cores"
+    workers = min(max(2, cores // threads if threads < cores else cores), len(batches))
+    return workers, f"{format_size(size)} to read and write, and {cores} cores"

@@ -36,7 +36,7 @@ from covmerge.run.engine.executor import (
     moved_together,
     portable,
 )
-from covmerge.run.engine.hashing import FileCheck
+from covmerge.run.engine.hashing import WeightsCheck
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
@@ -55,13 +55,9 @@ class Processes(Executor):
     """An executor of processes, which start with the first work and live until it is closed.
 
     Every item is computed with as many threads as the executor of threads uses, so that the bytes of
-    the output are the same.
-
-    Args:
-        devices: the device of each process; one process for each.
-        opener: opens the sources in a process; it is pickled.
-        inner: the executor of threads inside each process.
-        hands: batches that each process has at once; with two, one is read while the other is computed.
+    the output are the same. There is one process for each device. It opens the sources by `opener`, which
+    is pickled, and works by the executor `inner`. It has `hands` batches at once; with two, one is read
+    while the other is computed.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class Processes(Executor):
             task.selections.absorb_counted(memoryview(counts))
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`. End the other processes, which are done, and read in this one."""
         self.close()
@@ -191,19 +187,9 @@ class Processes(Executor):
 
     def _start(self, device: torch.device) -> _Worker:
         ours, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(
-            target=_serve,
-            args=(
-                theirs,
-                self._opener,
-                device,
-                self._threads,
-                str(self._alone),
-                self._inner,
-                caller_now(),
-            ),
-            daemon=True,
-        )
+        alone, caller = str(self._alone), caller_now()
+        given = (theirs, self._opener, device, self._threads, alone, self._inner, caller)
+        process = _SPAWN.Process(target=_serve, args=given, daemon=True)
         process.start()
         theirs.close()  # so that the pipe ends when the process ends
         return _Worker(process, ours, device)
@@ -241,9 +227,6 @@ class _Worker:
     """A worker process and its batches.
 
     Attributes:
-        process: the process.
-        connection: this end of the pipe to the process.
-        device: the device that the process computes on.
         left: batches of a dead process that this one does first.
         loads: batches that the process has, in the order in which it does them.
         ended: batches of the current stage that the process has finished.

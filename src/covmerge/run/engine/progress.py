@@ -15,15 +15,12 @@ class Progress(Protocol):
 
     def start(self, total: int) -> None:
         """Note that work begins; `total` bytes will be read and written."""
-        ...
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
         """Note `size` more bytes as done, by an earlier run if `resumed`; tensor `what` was the last."""
-        ...
 
     def finish(self) -> None:
         """Note that work is over, in success or failure."""
-        ...
 
 
 class Bar(Protocol):
@@ -43,26 +40,15 @@ Advanced = Callable[[int, int, str], object]
 AnyProgress = Progress | Advanced | type[Bar]
 
 
-class Silent:
+class Silent(Progress):
     """A progress that does nothing, for callers that gave none."""
-
-    def start(self, total: int) -> None:
-        """Do nothing."""
-
-    def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
 
 
 def as_progress(given: AnyProgress) -> Progress:
     """Turn a caller's progress into the object that a run calls.
 
-    Args:
-        given: an object with `start`, `advance` and `finish`; a function of the bytes done, the bytes in
-            all and the tensor last done; or a class of bars, such as `tqdm.auto.tqdm`. Each run makes one
-            bar of the class.
+    The caller gives an object with `start`, `advance` and `finish`; a function of the bytes done, the bytes
+    in all and the tensor last done; or a class such as `tqdm.auto.tqdm`, of which each run makes one bar.
 
     Raises:
         InputError: `given` is none of these.

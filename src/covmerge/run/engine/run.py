@@ -26,7 +26,7 @@ from covmerge.run.engine.global_pass import find_thresholds, global_pass_bytes
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.layer import Context
 from covmerge.run.engine.outputs import Output
-from covmerge.run.engine.progress import Progress
+from covmerge.run.engine.progress import Progress, Silent
 from covmerge.run.engine.selection import Selections
 
 
@@ -78,15 +78,9 @@ def run(
 ) -> list[RunResult]:
     """Carry out every item of one or several plans, reading each tensor once for all of them.
 
-    Args:
-        work: each plan and where its results go; item by item the plans have the same rows
-            (`covmerge.plan.planning.build_plans`).
-        sources: the checkpoints.
-        context: settings of the work; this function adds the thresholds of the global passes.
-        executor: the executor that does the work.
-        progress: called for every finished batch.
-        journal: the finished items of a single plan; without a journal, the run cannot be resumed.
-        follow: called with the share of the sources that the last pass has read.
+    `work` has each plan and where its results go; item by item the plans have the same rows. This function
+    adds the thresholds of the global passes to the context. The journal has the finished items of a single
+    plan. `follow` is called with the share of the sources that the last pass has read.
 
     Raises:
         CovmergeError: the first error of the work; it ends the run.
@@ -115,14 +109,12 @@ def run_part(
     plan: Plan, output: Output, sources: Sources, context: Context, *, executor: Executor
 ) -> None:
     """Do a part of a run whose journal, progress and end are in the hands of another process."""
-    task = _with_thresholds([(plan, output)], Task(sources, context), executor, _untold)
+    # The process that keeps the journal reports the progress.
+    told = Silent().advance
+    task = _with_thresholds([(plan, output)], Task(sources, context), executor, told)
     with closing(executor.run(enumerate(_batches([plan])), task)) as finished:
         for _ in finished:
             pass
-
-
-def _untold(what: str, size: int) -> None:
-    """Do nothing: the process that keeps the journal reports the progress."""
 
 
 def _batches(plans: Sequence[Plan]) -> list[Batch]:
@@ -169,7 +161,7 @@ class _Record:
         """Yield the unfinished batches; note the results of batches that an earlier run has finished."""
         total, passed = sum(map(read_together, self._batches)), 0
         for index, batch in enumerate(self._batches):
-            earlier = self._earlier(batch)
+            earlier = list(map(self._finished, batch, self._outputs))
             if all(stats is not None for stats in earlier):
                 for found, stats in zip(self._found, earlier, strict=True):
                     found[index] = stats or {}
@@ -225,10 +217,6 @@ class _Record:
                 *(replace(s, start=s.start - begun, stop=s.stop - begun) for s in spans),
             ),
         )
-
-    def _earlier(self, batch: Batch) -> list[Mapping[str, Json] | None]:
-        pairs = zip(batch, self._outputs, strict=True)
-        return [self._finished(item, output) for item, output in pairs]
 
     def _finished(self, item: WorkItem, output: Output) -> Mapping[str, Json] | None:
         """Return the statistics of a journaled item if its bytes still have their checksum, else None."""

@@ -44,26 +44,19 @@ class Threads(Executor):
         with self.running(batches, task) as finished:
             yield from finished
 
-    @contextmanager
     def running(
         self,
         batches: Iterable[tuple[int, Batch]],
         task: Task,
         alone: AbstractContextManager[object] | None = None,
-    ) -> Generator[Iterator[Done]]:
-        """Yield an iterator over the finished items; the end of the block waits for the threads.
+    ) -> AbstractContextManager[Iterator[Done]]:
+        """Return a context with an iterator over the finished items; its end waits for the threads.
 
         The iterator raises errors before the block waits, because the reading thread may be waiting for a
-        batch.
-
-        Args:
-            batches: see `run`.
-            task: see `run`.
-            alone: entered while an item is computed on all cores, because other processes would use the
-                same cores; only one thread enters it.
+        batch. `alone` is entered while an item is computed on all cores, because other processes would use
+        the same cores; only one thread enters it.
         """
-        with _Pipeline(batches, task, self, alone or nullcontext()).running() as finished:
-            yield finished
+        return _Pipeline(batches, task, self, alone or nullcontext()).running()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ class Arrival(Protocol):
 
     def synchronize(self) -> None:
         """Wait for the event."""
-        ...
 
 
 def pinned_bytes(device: torch.device) -> int:
@@ -75,8 +74,7 @@ class Transfer:
     def send(self, inputs: Inputs) -> tuple[Inputs, Arrival]:
         """Begin to copy the stored rows of an item.
 
-        Returns:
-            The inputs on the device, and the event of their arrival; they must not be read before it.
+        Return the inputs on the device, and the event of their arrival; they must not be read before it.
         """
         measured = {
             kind: {expert: self._measured(statistic) for expert, statistic in found.items()}

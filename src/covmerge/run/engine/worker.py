@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, prod, sqrt
 from typing import Any, TypeVar, cast
@@ -37,7 +37,7 @@ from covmerge.run.engine.inputs import (
 )
 from covmerge.run.engine.inspect_rows import inspect_rows
 from covmerge.run.engine.layer import Change, Context, LayerUpdates, naming
-from covmerge.run.engine.selection import Selections
+from covmerge.run.engine.selection import Selections, Thresholds
 from covmerge.run.engine.thread_count import torch_threads, use_threads
 
 # The tensor pass: a first pass over a large tensor, by expert or over all experts together, for methods
@@ -102,7 +102,9 @@ def _groups(
     operands = [item.tensor.operands[name] for name in chosen]
     for part in item.parts(item.at_once):
         assert item.tensor.base is not None
-        base = sources.read_rows(item.tensor.base, part.rows).to(device)
+        stored = sources.read(item.tensor.base, part.rows)
+        assert isinstance(stored, Tensor)
+        base = stored.to(device)
         read = (
             base if operand == item.tensor.base else sources.read(operand, part.rows)
             for operand in operands
@@ -125,53 +127,42 @@ def _groups(
 # The result of a method for some rows, in the encodings that the form of the output requests.
 
 
+@dataclass
 class Rows:
     """The merged rows of an item, for its form (`MergedRows`), which requests them once.
 
-    Args:
-        item: the work item.
-        merge: the operation of the item.
-        layer: the updates that were merged.
+    Attributes:
         change: the result of the merge; it may be written over.
         unrounded: the result without the rounding of the method's steps, where that loss is measured.
         compare: whether several methods are compared, so that the result is measured against the updates.
         standing_for: how many times the loss of these rows counts, as other rows are not measured.
     """
 
-    def __init__(
-        self,
-        item: WorkItem,
-        merge: Merge,
-        layer: LayerUpdates,
-        change: Change,
-        unrounded: Change | None,
-        *,
-        compare: bool,
-        standing_for: float,
-    ) -> None:
-        self._standing_for = standing_for
-        self._item = item
-        self._merge = merge
-        self._layer = layer
-        self._change = change
-        self._unrounded = unrounded
-        self._compare = compare
-        self.facts: dict[str, Json] = {**layer.sizes.as_json()}
-        if change.matrices:
-            self.facts["matrices"] = change.matrices
+    item: WorkItem
+    merge: Merge
+    layer: LayerUpdates
+    change: Change
+    unrounded: Change | None
+    compare: bool
+    standing_for: float
+
+    def __post_init__(self) -> None:
+        self.facts: dict[str, Json] = {**vars(self.layer.sizes)}
+        if self.change.matrices:
+            self.facts["matrices"] = self.change.matrices
 
     def update(self) -> Tensor:
-        merged = self._change.dense(self._item, self._merge)
+        merged = self.change.dense(self.item, self.merge)
         square = square_norm(merged)
         if not isfinite(square):
-            norms = (f"{n}: {sqrt(size):.3g}" for n, size in self._layer.sizes.updates.items())
+            norms = (f"{n}: {sqrt(size):.3g}" for n, size in self.layer.sizes.updates.items())
             raise self.failure(
                 "gave NaN or Inf, or numbers whose squares are, from finite updates of norms "
                 + ", ".join(norms)
             )
         self.facts["merged"] = square
-        if self._compare:
-            self.facts |= self._layer.measures.of(merged)
+        if self.compare:
+            self.facts |= self.layer.measured(merged)
         return merged
 
     def exact(self) -> Tensor:
@@ -181,7 +172,7 @@ class Rows:
     def rounded(self) -> Tensor:
         merged = self.update()
         exact = self._added(merged)
-        rows = as_output(self._item.tensor.output, exact, "merged weights")
+        rows = as_output(self.item.tensor.output, exact, "merged weights")
         lossy = rows.dtype != exact.dtype
         wide = merged.dtype
         lost = torch.sub(exact.to(wide), rows.to(wide), out=merged) if lossy else None
@@ -189,10 +180,10 @@ class Rows:
         return rows.cpu()
 
     def factors(self, rank: int) -> tuple[LowRank, Tensor]:
-        if self._compare:
-            dense = self._change.dense(self._item, self._merge)
-            self.facts |= self._layer.measures.of(dense)
-        delta, layout = self._change.delta, self._merge.layout
+        if self.compare:
+            dense = self.change.dense(self.item, self.merge)
+            self.facts |= self.layer.measured(dense)
+        delta, layout = self.change.delta, self.merge.layout
         if isinstance(delta, MergedFactors):
             found, sigma = delta.truncated(rank)
             return (found.mT if layout is not None and layout.transposed else found), sigma
@@ -203,38 +194,35 @@ class Rows:
         return LowRank(pad(top.left * root, spare), pad(top.right.mT * root, spare).mT), top.sigma
 
     def mask(self, expert: str) -> Tensor:
-        mask = self._change.masks.get(expert)
-        return torch.zeros(self._item.shape, dtype=torch.bool) if mask is None else mask
+        mask = self.change.masks.get(expert)
+        return torch.zeros(self.item.shape, dtype=torch.bool) if mask is None else mask
 
     def failure(self, why: str) -> TensorError:
         return TensorError(
-            f"'{self._item.tensor.name}': method '{self._merge.method}' {why}. "
+            f"'{self.item.tensor.name}': method '{self.merge.method}' {why}. "
             "Please report this tensor; `average` merges it meanwhile."
         )
 
     def _added(self, merged: Tensor) -> Tensor:
         """Return W_0 + ΔW, in the memory of the update, or the weights where the method merged weights."""
-        change, layer = self._change, self._layer
+        change, layer = self.change, self.layer
         exact = merged.add_(layer.base()) if change.weights is None else change.weights
-        if self._unrounded is not None:
-            self.facts["arithmetic"] = self._arithmetic(self._unrounded, exact)
+        if self.unrounded is not None:
+            self.facts["arithmetic"] = self._arithmetic(self.unrounded, exact)
         return exact
 
     def _arithmetic(self, unrounded: Change, exact: Tensor) -> Json:
         """Return ‖Ŵ − W̄‖², lost by rounding the method's steps, and ‖Ŵ − W_0‖², the unrounded update."""
-        update = unrounded.dense(self._item, self._merge)
+        update = unrounded.dense(self.item, self.merge)
         square = square_norm(update)
-        base = self._layer.base
+        base = self.layer.base
         whole = update + base() if unrounded.weights is None else unrounded.weights
-        times = self._standing_for
+        times = self.standing_for
         return {"lost": times * square_norm(whole - exact), "update": times * square}
 
 
 def work(
-    items: Sequence[WorkItem],
-    inputs: Inputs,
-    context: Context,
-    selections: Selections | None = None,
+    items: Batch, inputs: Inputs, context: Context, selections: Selections | None = None
 ) -> Iterator[Result]:
     """Do the work of the items of a batch (one for each plan), and yield their results in order.
 
@@ -247,10 +235,7 @@ def work(
 
 
 def _results(
-    items: Sequence[WorkItem],
-    inputs: Inputs,
-    context: Context,
-    selections: Selections | None,
+    items: Batch, inputs: Inputs, context: Context, selections: Selections | None
 ) -> Iterator[Result]:
     if isinstance(items[0].tensor.operation, Count):
         assert selections is not None
@@ -337,7 +322,7 @@ def _merged(
     item: WorkItem,
     merge: Merge,
     context: Context,
-    thresholds: Mapping[str, Mapping[str, float]],
+    thresholds: Thresholds,
     standing_for: float = 1.0,
 ) -> Result:
     """Merge some rows, and measure the loss to half-precision steps, which takes a second merge.
@@ -346,9 +331,7 @@ def _merged(
     """
     unrounded = layer.unrounded(item, merge, thresholds) if standing_for else None
     change = layer.change(item, merge, thresholds)
-    rows = Rows(
-        item, merge, layer, change, unrounded, compare=context.compare, standing_for=standing_for
-    )
+    rows = Rows(item, merge, layer, change, unrounded, context.compare, standing_for)
     return item.tensor.form.encode(rows, item.tensor.output)
 
 
@@ -373,7 +356,7 @@ def _equal(one: Tensor, base: Tensor) -> bool:
 
 
 def _count(
-    items: Sequence[WorkItem], inputs: Inputs, context: Context, selections: Selections
+    items: Batch, inputs: Inputs, context: Context, selections: Selections
 ) -> Iterator[Result]:
     """Add the magnitudes of some rows to the selections; yield an empty result for each item."""
     parts = in_parts(items[0], inputs, context.device) if len(items) == 1 else [(items[0], inputs)]

@@ -87,7 +87,7 @@ def how_to_load(
     output: Store, library: str | None, config: Mapping[str, Any], base: HubModel | None
 ) -> Iterator[str]:
     """Yield the lines of a program that loads an output."""
-    loader = architecture(config) or "AutoModel"
+    loader, family = architecture(config) or "AutoModel", config.get("model_type")
     if library == PEFT:
         source = '"BASE"'
         if base is not None:
@@ -109,7 +109,8 @@ def how_to_load(
         part = part_class(config)
         yield from (f"from diffusers import {part}", "", _FOLDER)
         yield f"model = {part}.from_pretrained(folder)"
-    elif library == TRANSFORMERS and output.is_file(GGUF_NAME) and _only_llama_cpp(config):
+    elif library == TRANSFORMERS and output.is_file(GGUF_NAME) and family == "mixtral":
+        # Only llama.cpp loads it: transformers takes a Mixtral's file for a Llama's.
         yield from ("from llama_cpp import Llama", "", f'model = Llama("{GGUF_NAME}")')
     elif library == TRANSFORMERS:
         packed, tokenizer = (output.is_file(n) for n in (GGUF_NAME, "tokenizer_config.json"))
@@ -126,11 +127,6 @@ def how_to_load(
         yield "weights = {}"
         yield 'for file in sorted(Path(".").glob("*.safetensors")):'
         yield "    weights |= load_file(file)"
-
-
-def _only_llama_cpp(config: Mapping[str, Any]) -> bool:
-    """Return whether only llama.cpp loads the GGUF file: transformers takes a Mixtral's for a Llama's."""
-    return config.get("model_type") == "mixtral"
 
 
 # Where transformers packs experts, PEFT 0.21 takes targets of their layers' names for the packed weights.
@@ -151,24 +147,22 @@ def write_adapter_config(
 ) -> str:
     """Write adapter_config.json and return its name.
 
-    Base, revision and task are those that all parents agree on; without parents, they are the base's.
-
-    Args:
-        store: the store of the adapter's files.
-        tensors: the tensors that the adapter updates.
-        whole: the tensors that the adapter replaces.
-        parameters: names of all tensors of the model.
-        parents: configurations of the adapters that were merged.
-        base: the model that the adapter is loaded over.
+    The adapter updates `tensors` and replaces those in `whole`; `parameters` are the names of all tensors
+    of the model. Base, revision and task are those that all parents (the configurations of the merged
+    adapters) agree on; without parents, they are the base's.
     """
     ranks = {tensor.module: tensor.rank for tensor in tensors}
     largest = max(ranks.values())  # servers compare this rank with their limit
-    # The factors include the scale, so alpha / r is 1 in every layer.
-    wrapped = _parameters(ranks, parents)
+    named = [name for parent in parents for name in parent.get("target_parameters") or ()]
+    # PEFT does not see the parents' target parameters as layers.
+    wrapped = {m for m in ranks if any(f".{m}.weight".endswith(f".{name}") for name in named)}
     if any(map(_EXPERTS.search, parameters)):
         wrapped |= {module for module in ranks if module.endswith(_TAKEN_FOR_EXPERTS)}
+    # Each pattern matches only one module; PEFT looks a router up by the name of its weight.
     special: dict[str, Json] = {
-        _pattern(module): rank for module, rank in ranks.items() if rank != largest
+        rf"^{re.escape(module)}(\.weight)?": rank
+        for module, rank in ranks.items()
+        if rank != largest
     }
     name, revision = _named(base) if not parents else (None, None)
     config: dict[str, Json] = {
@@ -177,15 +171,14 @@ def write_adapter_config(
         "revision": _agreed(parents, "revision") or revision,
         "task_type": _task_type(parents, base),
         "inference_mode": True,
+        # The factors include the scale, so alpha / r is 1 in every layer.
         "r": largest,
         "lora_alpha": largest,
         "rank_pattern": special,
         "alpha_pattern": special,
         "target_modules": _targets(sorted(ranks.keys() - wrapped), parameters),
         **(
-            {"target_parameters": [f"{module}.weight" for module in sorted(wrapped)]}
-            if wrapped
-            else {}
+            {"target_parameters": [f"{name}.weight" for name in sorted(wrapped)]} if wrapped else {}
         ),
         "fan_in_fan_out": any(t.transposed and not t.embedding for t in tensors),
         "bias": "none" if all(len(t.modules) == len(t.names) for t in whole) else "all",
@@ -212,25 +205,13 @@ def changed_and_left_out(plan: Plan, changed: Collection[str]) -> Iterator[str]:
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for tensor in plan.tensors:
         if tensor.name in changed and not tensor.form.places(tensor.output, None):
-            why = (
-                "PEFT would add factors of tied weights twice, so they are only held whole "
-                f"({Hint('whole')})"
-                if tensor.ties
-                else f"they are no layers with factors ({Hint('whole')} holds them where PEFT can)"
-            )
+            why = f"they are no layers with factors ({Hint('whole')} holds them where PEFT can)"
+            if tensor.ties:
+                whole = Hint("whole")
+                why = f"PEFT would add factors of tied weights twice, so they are only held whole ({whole})"
             reasons[why].append(tensor.name)
     for why, names in reasons.items():
         yield left_out(names, why)
-
-
-def _parameters(modules: Collection[str], parents: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Return the modules that a parent has in `target_parameters`: PEFT does not see them as layers."""
-    named = [name for parent in parents for name in parent.get("target_parameters") or ()]
-    return {
-        module
-        for module in modules
-        if any(f".{module}.weight".endswith(f".{name}") for name in named)
-    }
 
 
 def _targets(modules: Sequence[str], parameters: Sequence[str]) -> Json:
@@ -239,11 +220,6 @@ def _targets(modules: Sequence[str], parameters: Sequence[str]) -> Json:
     if any(other.endswith(f".{module}") for other in others for module in modules):
         return "|".join(map(re.escape, modules))
     return list(modules)
-
-
-def _pattern(module: str) -> str:
-    """Return a pattern that matches only this module; PEFT looks a router up by the name of its weight."""
-    return rf"^{re.escape(module)}(\.weight)?"
 
 
 def _named(base: Checkpoint) -> tuple[str | None, str | None]:

@@ -18,7 +18,6 @@ from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import safe_path
 from covmerge.files.stores.regular_file import open_regular, pieces
-from covmerge.plan.vocabulary.files import TokenizerFiles
 from covmerge.plan.vocabulary.tokens import TOKENIZER_FILES
 from covmerge.run.export.config import NO_CHANGES, ConfigChanges
 
@@ -70,9 +69,7 @@ class Companions:
     def with_config(self, name: str, *, held: bool) -> Companions:
         """Return these companions with a config that was written although the base has no file of it.
 
-        Args:
-            name: file name of the config.
-            held: whether the base was in memory; otherwise the config is made from its GGUF file.
+        The base is held in memory; otherwise the config is made from its GGUF file.
         """
         said = (
             f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
@@ -95,16 +92,9 @@ def hash_companions(source: Path | None) -> dict[str, str]:
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, or cannot be read.
     """
-    found: dict[str, str] = {}
     if source is None:
-        return found
-    for name in _companion_names(source):
-        digest = hashlib.sha256()
-        with _opened(safe_path(source, name), MAX_FILE_BYTES) as file:
-            for chunk in pieces(file):
-                digest.update(chunk)
-        found[name] = digest.hexdigest()
-    return found
+        return {}
+    return {name: _hashed(safe_path(source, name)) for name in _companion_names(source)}
 
 
 def copy_companions(
@@ -117,14 +107,8 @@ def copy_companions(
 
     Files are copied byte for byte, with two exceptions: configs change as `changes` says (dtype, layers,
     ties, quantisation, tokens), and the files of a new tokenizer replace the base's. Code is never
-    copied: the user should read it before it lies where `trust_remote_code` finds it.
-
-    Args:
-        source: the base's folder; None if the base has none (a single file, a dict).
-        output: the store of the output; files of the same names are replaced.
-        changes: the differences of the output's configs from the base's.
-        known: hashes of the files when the merge was planned, as `hash_companions` returns them; None
-            accepts the files as they are.
+    copied: the user should read it before it lies where `trust_remote_code` finds it. `known` has the
+    hashes of the files when the merge was planned (`hash_companions`); None accepts the files as they are.
 
     Raises:
         CheckpointError: a companion file leaves the folder, is too large, cannot be read, or has
@@ -132,7 +116,10 @@ def copy_companions(
         ResourceError: the disk is full.
     """
     tokens = changes.tokens
-    written = () if tokens is None else _write_tokenizer(tokens, output)
+    written: tuple[str, ...] = ()
+    for name, content in () if tokens is None else tokens.write():
+        output.put(name, content)
+        written += (name,)
     if source is None:
         return Companions(written, (_NO_CONFIG if written else _NOTHING,))
     of_base = _companion_names(source)
@@ -152,21 +139,13 @@ def copy_companions(
             of_dtype = ConfigChanges(changes.dtype)
             hashes[name], _ = _copy_config(safe_path(source, name), to, of_dtype)
         else:
-            hashes[name] = _copy(safe_path(source, name), to)
+            hashes[name] = _hashed(safe_path(source, name), to)
     planned = hashes if known is None else known
     for name in sorted({*planned, *hashes} - {*of_base} | {*copied}):
         check_unchanged(source / name, planned.get(name), hashes.get(name))
     with _listing(source):
         notes += _notes_on_the_rest(source, of_base)
     return Companions(tuple(sorted({*copied, *written})), tuple(notes))
-
-
-def _write_tokenizer(tokens: TokenizerFiles, output: LocalFolder) -> tuple[str, ...]:
-    names: list[str] = []
-    for name, content in tokens.write():
-        output.put(name, content)
-        names.append(name)
-    return tuple(names)
 
 
 def is_weights(name: str) -> bool:
@@ -186,33 +165,25 @@ def _listing(source: Path) -> Generator[None, None, None]:
 
 def _companion_names(source: Path) -> list[str]:
     """Return the companions' paths relative to `source`, sorted, with `/` between the parts."""
+    found: set[str] = set()
     with _listing(source):
-        return list(_companions_in(source))
-
-
-def _companions_in(source: Path) -> Iterator[str]:
-    of_modules = [f"{folder.path}/{name}" for folder in _modules(source) for name in folder.names]
-    found = {name for name in of_modules if _is_beside(name)}
-    for child in source.iterdir():
-        if child.is_file() and matches_any(child.name, _COMPANIONS):
-            found.add(child.name)
-        elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
-            inside = safe_path(source, child.name).iterdir()
-            names = (
-                f.name for f in inside if f.is_file() and matches_any(f.name, _IN_COMPANION_FOLDERS)
-            )
-            found.update(f"{child.name}/{name}" for name in names)
-    yield from sorted(found)
+        for folder in _modules(source):
+            beside = [name for name in folder.names if name.endswith(BESIDE)]
+            found |= {f"{folder.path}/{n}" for n in beside if not is_weights(n.rpartition("/")[2])}
+        for child in source.iterdir():
+            if child.is_file() and matches_any(child.name, _COMPANIONS):
+                found.add(child.name)
+            elif child.is_dir() and matches_any(child.name, _COMPANION_FOLDERS):
+                inside = [f.name for f in safe_path(source, child.name).iterdir() if f.is_file()]
+                names = (n for n in inside if matches_any(n, _IN_COMPANION_FOLDERS))
+                found.update(f"{child.name}/{name}" for name in names)
+    return sorted(found)
 
 
 def _modules(source: Path) -> list[Folder]:
     """Return the folders of a sentence-transformers model's modules; none for other models."""
     store = LocalFolder(source)
     return module_folders(store, store.names())
-
-
-def _is_beside(name: str) -> bool:
-    return name.endswith(BESIDE) and not is_weights(name.rpartition("/")[2])
 
 
 def _copy_config(source: Path, to: LocalFolder, changes: ConfigChanges) -> tuple[str, bytes]:
@@ -223,14 +194,16 @@ def _copy_config(source: Path, to: LocalFolder, changes: ConfigChanges) -> tuple
     return hashlib.sha256(content).hexdigest(), content
 
 
-def _copy(source: Path, to: LocalFolder) -> str:
-    """Copy a file; return its hash."""
+def _hashed(source: Path, to: LocalFolder | None = None) -> str:
+    """Return the hash of a file, and copy it if a copy is wanted."""
     digest, done = hashlib.sha256(), 0
     with _opened(source, MAX_FILE_BYTES) as file:
-        size = source.stat().st_size
-        to.create(source.name, size, b"", needed=size)
+        if to is not None:
+            size = source.stat().st_size
+            to.create(source.name, size, b"", needed=size)
         for chunk in pieces(file):
-            to.write(source.name, memoryview(chunk), done)
+            if to is not None:
+                to.write(source.name, memoryview(chunk), done)
             digest.update(chunk)
             done += len(chunk)
     return digest.hexdigest()

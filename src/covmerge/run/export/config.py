@@ -52,11 +52,8 @@ class ConfigChanges:
         """Return a config of the base with the changes made; the same bytes if nothing changes.
 
         The dtype is changed in nested configs (`text_config`, ...) too. A config without a dtype gets
-        none: transformers then uses the dtype of the weights.
-
-        Args:
-            content: the bytes of config.json or generation_config.json.
-            origin: path of the file, for messages; its name decides how token settings change.
+        none: transformers then uses the dtype of the weights. The name of the file, at the end of `origin`,
+        decides how token settings change.
 
         Raises:
             CheckpointError: `content` is not a JSON object.

@@ -76,26 +76,23 @@ def write_indices(layouts: Mapping[str, Layout], store: LocalFolder) -> list[str
     """Write an index, as transformers does, for each part with several files; return the paths."""
     found: list[str] = []
     for part, layout in layouts.items():
-        folder = folder_of(part)
-        name = _write_index(layout, store.inside(folder))
-        found += [] if name is None else [f"{folder}/{name}" if folder else name]
+        if len(layout.shards) == 1:
+            continue
+        slots = [slot for shard in layout.shards for slot in shard.entries.values()]
+        index = {
+            "metadata": {
+                "total_parameters": sum(slot.header.numel for slot in slots),
+                "total_size": layout.data_size,
+            },
+            "weight_map": {
+                name: shard.file_name for shard in layout.shards for name in shard.entries
+            },
+        }
+        folder, name = folder_of(part), layout.index_name
+        content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        store.inside(folder).put(name, content)
+        found.append(f"{folder}/{name}" if folder else name)
     return found
-
-
-def _write_index(layout: Layout, store: LocalFolder) -> str | None:
-    if len(layout.shards) == 1:
-        return None
-    slots = [slot for shard in layout.shards for slot in shard.entries.values()]
-    index = {
-        "metadata": {
-            "total_parameters": sum(slot.header.numel for slot in slots),
-            "total_size": layout.data_size,
-        },
-        "weight_map": {name: shard.file_name for shard in layout.shards for name in shard.entries},
-    }
-    content = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
-    store.put(layout.index_name, content)
-    return layout.index_name
 
 
 def write_manifest(store: LocalFolder, manifest: Mapping[str, Json]) -> None:

@@ -31,17 +31,11 @@ _FORBIDS_MERGES = _TERMS[1][1]
 
 @dataclass(frozen=True)
 class Licence:
-    """The licence that a model card names.
+    """The licence that a model card names."""
 
-    Attributes:
-        names: the Hub's identifiers; the user may choose among several.
-        title: name of a licence that has no identifier on the Hub.
-        link: address of the licence's text.
-    """
-
-    names: tuple[str, ...]
-    title: str | None = None
-    link: str | None = None
+    names: tuple[str, ...]  # the Hub's identifiers; the user may choose among several
+    title: str | None = None  # of a licence that has no identifier
+    link: str | None = None  # to its text
 
     def __str__(self) -> str:
         return " or ".join(self.names) + (f" ({self.title})" if self.title else "")
@@ -110,13 +104,7 @@ def licence_notes(licences: Mapping[str, Licence | None]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Parent:
-    """The base or an expert.
-
-    Attributes:
-        title: the model's name on the Hub; for other models, the last part of the path.
-        hub: the model of the Hub, if known.
-        licence: the licence that the model's card names; None if it is unknown.
-    """
+    """The base or an expert; `title` is its name on the Hub, or else the last part of its path."""
 
     title: str
     hub: HubModel | None
@@ -130,15 +118,10 @@ class Parent:
 
 @dataclass(frozen=True)
 class Parents:
-    """The base and the experts of a merge.
-
-    Attributes:
-        by_key: the parents by their keys in reports, the base first.
-        notes: notes for the user on the parents' licences.
-    """
+    """The base and the experts of a merge, by their keys in reports, the base first."""
 
     by_key: Mapping[str, Parent]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # on their licences
 
     @property
     def licences(self) -> dict[str, Licence | None]:

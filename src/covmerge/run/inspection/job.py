@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import combinations
 from math import prod
+from operator import add
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -22,7 +24,7 @@ from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
-from covmerge.maths.measures.sums import Sums, sums_from_json
+from covmerge.maths.measures.sums import sums_from_json
 from covmerge.maths.measures.table_rows import TableRows
 from covmerge.maths.methods.registry import cost_with
 from covmerge.plan.planning.align import align, check_same_architecture
@@ -33,7 +35,7 @@ from covmerge.plan.planning.operations import MERGED, Inspect, Merge, Operand
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import WorkItem
-from covmerge.plan.recipe import Expert, Recipe
+from covmerge.plan.recipe import Recipe
 from covmerge.plan.recipe.varied import is_varied
 from covmerge.run.engine.inspect_rows import inspect_cost
 from covmerge.run.engine.layer import Context
@@ -45,8 +47,10 @@ from covmerge.run.engine.threads import Threads
 from covmerge.run.experts import check_tokenizers
 from covmerge.run.inspection.result import Inspection, InspectionFigures, LayerView, SpectrumView
 from covmerge.run.inspection.verdicts import check_headers, findings_of, lenient
-from covmerge.run.judgement import changed_integers, judge, other_settings, owned_by
+from covmerge.run.judgement.judge import judge, owned_by
 from covmerge.run.judgement.layers import by_depth
+from covmerge.run.judgement.settings import other_settings
+from covmerge.run.judgement.values import changed_integers
 from covmerge.run.sources import OpenCheckpoints
 
 
@@ -92,10 +96,7 @@ class InspectJob:
     ) -> Inspection:
         """Inspect the experts, and a model that they were merged to if one is given.
 
-        Args:
-            checkpoints: base and experts.
-            merged: the merged model, if there is one.
-            before: a merge to do again; its spectra are shown beside those of the merged model.
+        The merge `before` is done again; its spectra are shown beside those of the merged model.
         """
         options = self.options
         base = Model.of(checkpoints.base)
@@ -125,7 +126,8 @@ class InspectJob:
                     ),
                     progress=options.shown_progress,
                 )
-            as_stored = [name for name in fitting if not _is_packed(base, models[name])]
+            plain = [name for name in fitting if models[name].checkpoint.quantisation is None]
+            as_stored = plain if checkpoints.base.quantisation is None else []
             layers = tuple(_layers(plan, done, findings, as_stored))
             cost = {
                 "seconds": done.times["seconds"],
@@ -154,7 +156,11 @@ class InspectJob:
 
     def _plan(self, checkpoints: OpenCheckpoints, fitting: Sequence[str]) -> Plan:
         """Return a plan of merging the fitting experts, which says which tensors are read."""
-        experts = {name: _taking_part(self.recipe.experts[name]) for name in fitting}
+        experts = {name: self.recipe.experts[name] for name in fitting}
+        experts = {  # tensors where a weight is 0 are inspected too
+            name: expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
+            for name, expert in experts.items()
+        }
         sources = {name: checkpoints.experts[name] for name in fitting}
         recipe = lenient(self.recipe).model_copy(update={"experts": experts})
         (plan,) = build_plans([recipe], checkpoints.base, sources, whole=True)
@@ -172,7 +178,10 @@ class InspectJob:
         """Return the plan that inspects the tensors that `plan` merges, and those of the merged model."""
         result = None if merged is None else Model.of(merged, MERGED)
         found = {} if result is None else self._operands_of(result, base)
-        count = len(plan.recipe.experts) + (merged is not None)
+        experts = len(plan.recipe.experts)
+        count = experts + (merged is not None)
+        # The merge whose effect is predicted.
+        attempt = Merge(PREFERRED, {}, None) if merged is None and experts > 1 else None
         inspected = {
             tensor.name: replace(
                 tensor,
@@ -180,7 +189,7 @@ class InspectJob:
                     found.get(tensor.name),
                     tensor.name in taken,
                     before,
-                    self._attempt(plan) if merged is None else None,
+                    attempt,
                     self.quadratics,
                     tuple(plan.recipe.experts),
                 ),
@@ -215,10 +224,6 @@ class InspectJob:
             return []
         name, why = choose(count)
         return [Finding(Severity.NOTE, f"a merge that names no method takes {name}, as {why}")]
-
-    def _attempt(self, plan: Plan) -> Merge | None:
-        """Return the merge whose effect the inspection predicts; None for a single expert."""
-        return Merge(PREFERRED, {}, None) if len(plan.recipe.experts) > 1 else None
 
     def _operands_of(self, model: Model, base: Model) -> dict[str, Operand]:
         """Return the tensors of a merged model, by the base's names."""
@@ -272,9 +277,8 @@ class InspectJob:
             inspect_cost(m, n, models, itemsize, spectra=spectra, quadratics=quadratics)
             for m, n in shapes
         ]
-        attempt = (
-            item.tensor.operation.attempt if isinstance(item.tensor.operation, Inspect) else None
-        )
+        operation = item.tensor.operation
+        attempt = operation.attempt if isinstance(operation, Inspect) else None
         if spectra and attempt is not None:
             method = attempt.procedure
             cost_of = cost_with(method, method.cost, attempt.parameters)
@@ -288,21 +292,13 @@ class InspectJob:
         )
 
 
-def _taking_part(expert: Expert) -> Expert:
-    """Return the expert with weight 1 everywhere: tensors where its weight is 0 are inspected too."""
-    return expert.model_copy(update={"weight": 1.0}) if is_varied(expert.weight) else expert
-
-
 def _layers(
     plan: Plan, done: RunResult, findings: list[Finding], as_stored: Collection[str]
 ) -> Iterator[LayerView]:
     """Join the rows of each tensor, and name its matrices; add a finding for each tensor with a fault.
 
-    Args:
-        plan: the plan of the inspection.
-        done: the results of its run.
-        findings: the list that faults are added to.
-        as_stored: experts that, like the base, are not quantised: their weights are read as stored.
+    The weights of the experts in `as_stored` are read as they are stored: like the base, they are not
+    quantised.
     """
     rows: defaultdict[str, list[tuple[WorkItem, Mapping[str, Any]]]] = defaultdict(list)
     for item, stats in zip(plan.items, done.items, strict=True):
@@ -311,17 +307,14 @@ def _layers(
         elif "pieces" in stats:
             rows[item.tensor.name].append((item, cast("Mapping[str, Any]", stats)))
     for name in by_depth(rows):
-        parts = rows[name]
-        if parts[0][0].matrices is None:
-            view = _joined([stats for _, stats in parts], parts[0][0])
-            yield _with_lost(
-                view, [piece for _, stats in parts for piece in stats["pieces"]], as_stored
-            )
+        parts = [(item, stats, piece) for item, stats in rows[name] for piece in stats["pieces"]]
+        item, stats, _ = parts[0]
+        if item.matrices is None:
+            yield _view(item, name, stats, [piece for *_, piece in parts], as_stored)
             continue
-        pieces = [(item, stats, piece) for item, stats in parts for piece in stats["pieces"]]
-        for place, (item, stats, piece) in enumerate(pieces):
-            view = _layer(item, stats, piece, f"{name}[{place}]" if len(pieces) > 1 else name)
-            yield _with_lost(view, [piece], as_stored)
+        for place, (item, stats, piece) in enumerate(parts):
+            matrix = f"{name}[{place}]" if len(parts) > 1 else name
+            yield _view(item, matrix, stats, [piece], as_stored)
 
 
 def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
@@ -332,81 +325,47 @@ def _not_finite(tensor: str, stats: Mapping[str, Any]) -> Finding:
     return Finding(Severity.FAULT, text, None if merged else whose, (tensor,))
 
 
-def _joined(stats: Sequence[Mapping[str, Any]], item: WorkItem) -> LayerView:
-    total: Sums | None = None
+def _view(
+    item: WorkItem,
+    name: str,
+    stats: Mapping[str, Any],
+    pieces: Sequence[Mapping[str, Any]],
+    as_stored: Collection[str],
+) -> LayerView:
+    """Return the measurements of a matrix, or of a whole tensor, whose rows may be in several pieces."""
+    tensor, experts, first = item.tensor, tuple(stats["experts"]), pieces[0]
+    sums = reduce(add, (sums_from_json(piece["sums"]) for piece in pieces))
     rows: dict[str, TableRows] = {}
-    for part in stats:
-        (piece,) = part["pieces"]
-        sums = sums_from_json(piece["sums"])
-        total = sums if total is None else total + sums
-        for expert, given in piece.get("rows", {}).items():
-            table_rows = TableRows(**given)
-            rows[expert] = rows[expert] + table_rows if expert in rows else table_rows
-    assert total is not None
-    tensor = item.tensor
-    view = LayerView(
-        tensor.name,
-        tensor.name,
-        str(tensor.info.role),
-        tensor.stored.shape,
-        False,
-        tuple(stats[0]["experts"]),
-        total,
-        absent=tuple(stats[0]["absent"]),
-        rows=rows,
-    )
-    return _with_merged(view, {}) if stats[0]["merged"] else view
-
-
-def _layer(
-    item: WorkItem, stats: Mapping[str, Any], piece: Mapping[str, Any], name: str
-) -> LayerView:
-    tensor, experts = item.tensor, tuple(stats["experts"])
-    sums = sums_from_json(piece["sums"])
-    shape = tuple(piece["shape"])
-    forms = dict(zip(experts, piece.get("quadratics", ()), strict=False))
-    role = str(tensor.info.role)
-    absent = tuple(stats["absent"])
-    view = LayerView(
-        tensor.name, name, role, shape, True, experts, sums, absent=absent, quadratics=forms
-    )
-    spectra = {e: SpectrumView(**given) for e, given in piece.get("spectra", {}).items()}
-    if spectra:
-        pairs = combinations(experts, 2)
-        overlap = dict(zip(pairs, piece["overlaps"], strict=True))
-        foreseen = piece.get("foreseen", {})
-        view = replace(view, spectra=spectra, overlap=overlap, foreseen=foreseen)
-    return _with_merged(view, piece) if stats["merged"] else view
-
-
-def _with_lost(
-    view: LayerView, pieces: Sequence[Mapping[str, Any]], as_stored: Collection[str]
-) -> LayerView:
-    """Add the loss by half precision of each expert; for quantised weights the loss is unknown."""
     lost: dict[str, Lost] = {}
     for piece in pieces:
-        for expert, found in piece["lost"].items():
+        for expert, given in piece.get("rows", {}).items():
+            rows[expert] = rows.get(expert, TableRows(0, 0, 0, 0)) + TableRows(**given)
+        for expert, given in piece["lost"].items():
             if expert in as_stored:
-                lost[expert] = lost.get(expert, Lost()) + Lost(**found)
-    return replace(view, lost=lost)
-
-
-def _is_packed(*models: Model) -> bool:
-    """Return whether any of the models is stored quantised, and read dequantised."""
-    return any(model.checkpoint.quantisation is not None for model in models)
-
-
-def _with_merged(view: LayerView, piece: Mapping[str, Any]) -> LayerView:
-    """Add the measurements of the merged model, which is the last model in the layer's sums."""
-    shown = {key: SpectrumView(**piece[key]) for key in ("after", "before") if key in piece}
-    cosines = zip(view.experts, view.sums.cosines, strict=False)
-    return replace(
-        view,
-        merged=shown.get("after"),
-        before=shown.get("before"),
-        retention=piece.get("retention", {}),
-        merged_cosines={expert: of_all[-1] for expert, of_all in cosines},
-        merged_norm=view.sums.norms[-1],
+                lost[expert] = lost.get(expert, Lost()) + Lost(**given)
+    of_merged = {key: SpectrumView(**first[key]) for key in ("after", "before") if key in first}
+    # The merged model is the last in the sums.
+    cosines = {expert: of_all[-1] for expert, of_all in zip(experts, sums.cosines, strict=False)}
+    return LayerView(
+        tensor=tensor.name,
+        name=name,
+        role=str(tensor.info.role),
+        shape=tensor.stored.shape if item.matrices is None else tuple(first["shape"]),
+        is_matrix=item.matrices is not None,
+        experts=experts,
+        sums=sums,
+        absent=tuple(stats["absent"]),
+        lost=lost,
+        rows=rows,
+        spectra={e: SpectrumView(**given) for e, given in first.get("spectra", {}).items()},
+        overlap=dict(zip(combinations(experts, 2), first.get("overlaps", ()), strict=False)),
+        foreseen=first.get("foreseen", {}),
+        merged=of_merged.get("after"),
+        before=of_merged.get("before"),
+        retention=first.get("retention", {}),
+        merged_cosines=cosines if stats["merged"] else {},
+        merged_norm=sums.norms[-1] if stats["merged"] else None,
+        quadratics=dict(zip(experts, first.get("quadratics", ()), strict=False)),
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import isfinite, sqrt
+from operator import add
 from statistics import fmean
 from typing import Any, NamedTuple, cast
 
 from typing_extensions import TypedDict
 
 from covmerge.base.findings import Finding, Severity
-from covmerge.base.table import Cell, Table, Tabular, lines_svg, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, lines_svg, result_html
 from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 from covmerge.maths.covariance.estimate import DEFAULT_TAU, Gate, Statistic, gate
@@ -19,8 +21,7 @@ from covmerge.maths.measures.retention import along, overall
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import Sums
 from covmerge.maths.measures.table_rows import TableRows
-from covmerge.run.judgement import LayerSums
-from covmerge.run.judgement.layers import TABLES
+from covmerge.run.judgement.layers import TABLES, LayerSums
 
 
 class InspectionFigures(TypedDict, total=False):
@@ -108,22 +109,18 @@ class LayerView:
     is_matrix: bool
     experts: tuple[str, ...]
     sums: Sums
-    absent: tuple[str, ...] = ()
-    lost: Mapping[str, Lost] = field(default_factory=dict[str, Lost])
-    rows: Mapping[str, TableRows] = field(default_factory=dict[str, TableRows])
-    spectra: Mapping[str, SpectrumView] = field(default_factory=dict[str, SpectrumView])
-    overlap: Mapping[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
-    foreseen: Mapping[str, str | float | None] = field(
-        default_factory=dict[str, str | float | None]
-    )
-    merged: SpectrumView | None = None
-    before: SpectrumView | None = None
-    retention: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    merged_cosines: Mapping[str, float] = field(default_factory=dict[str, float])
-    merged_norm: float | None = None
-    quadratics: Mapping[str, Sequence[Sequence[float]] | None] = field(
-        default_factory=dict[str, Sequence[Sequence[float]] | None]
-    )
+    absent: tuple[str, ...]
+    lost: Mapping[str, Lost]
+    rows: Mapping[str, TableRows]
+    spectra: Mapping[str, SpectrumView]
+    overlap: Mapping[tuple[str, str], float]
+    foreseen: Mapping[str, str | float | None]
+    merged: SpectrumView | None
+    before: SpectrumView | None
+    retention: Mapping[str, float | None]
+    merged_cosines: Mapping[str, float]
+    merged_norm: float | None
+    quadratics: Mapping[str, Sequence[Sequence[float]] | None]
 
     @property
     def norms(self) -> dict[str, float]:
@@ -274,18 +271,15 @@ class Inspection(Tabular):
 
     def total(self, layers: Iterable[LayerView] | None = None) -> Sums | None:
         """Return the sums over all layers, or over `layers`; None if there is no layer."""
-        found: Sums | None = None
-        for layer in self.layers if layers is None else layers:
-            found = layer.sums if found is None else found + layer.sums
-        return found
+        found = [layer.sums for layer in (self.layers if layers is None else layers)]
+        return reduce(add, found) if found else None
 
     def totals(self) -> dict[str, ExpertTotal]:
         """Return measurements of each expert's whole update, over the layers that the expert has."""
         found: dict[str, ExpertTotal] = {}
         for place, name in enumerate(self.compared):
-            sums = self.total(layer for layer in self.layers if name not in layer.absent)
-            if sums is None:
-                sums = self.total()
+            there = [layer for layer in self.layers if name not in layer.absent]
+            sums = self.total(there or self.layers)
             assert sums is not None
             base = sums.base_norm
             found[name] = ExpertTotal(
@@ -354,17 +348,13 @@ class Inspection(Tabular):
 
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
-        table = self.table()
-        drawn = {
-            name for name in table.columns if name.startswith(("relative", "merged", "retention"))
-        }
-        moved = self.by_expert(lambda layer: layer.relative)
-        parts = [paragraph(repr(self))]
+        said: list[str] = []
         for finding in self.findings:
             who = "" if finding.expert is None else f"'{finding.expert}' "
-            parts.append(paragraph(f"{finding.severity}: {who}{finding.text}"))
-        parts.append(lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last"))
-        return "".join([*parts, table_html(table, drawn=drawn)])
+            said.append(f"{finding.severity}: {who}{finding.text}")
+        moved = self.by_expert(lambda layer: layer.relative)
+        lines = lines_svg(moved, "‖Δ‖/‖W₀‖ of the matrices from the first to the last")
+        return result_html(self, said, more=lines, drawn=("relative", "merged", "retention"))
 
     def as_json(self) -> dict[str, Json]:
         """Return the whole inspection as plain JSON."""

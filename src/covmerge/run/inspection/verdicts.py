@@ -6,8 +6,10 @@ Findings that a merge makes too are in `covmerge.run.judgement`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import combinations
 from math import sqrt
+from operator import add
 
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Finding, Severity
@@ -54,8 +56,7 @@ def check_headers(
 ) -> tuple[list[Finding], list[str]]:
     """Compare the experts' headers and configs with the base's.
 
-    Returns:
-        The findings, and the names of the experts whose tensors can be compared with the base's.
+    Return the findings, and the names of the experts whose tensors can be compared with the base's.
     """
     rules = Rules(lenient(recipe), base.description.family, base.headers)
     notes = (*base.description.notes, *base.checkpoint.notes)
@@ -79,44 +80,25 @@ def check_headers(
 def _alignment(recipe: Recipe, base: Model, name: str, found: Alignment) -> Iterator[Finding]:
     tensors = recipe.tensors
     if found.missing:
-        refused = tensors.missing == "error"
-        yield Finding(
-            Severity.FAULT if refused else Severity.WARNING,
-            f"lacks {len(found.missing)} of the base's tensors ({some(found.missing, 3)})"
-            + (
-                f": choose what that means by {Hint('tensors', {'missing': 'base'})}, or `present`"
-                if refused
-                else ""
-            ),
-            name,
-            tuple(found.missing),
-        )
+        text = f"lacks {len(found.missing)} of the base's tensors ({some(found.missing, 3)})"
+        advice = f": choose what that means by {Hint('tensors', {'missing': 'base'})}, or `present`"
+        yield _refused(tensors.missing, text, advice, "", name, tuple(found.missing))
     extra = [name for name, why in found.ignored.items() if why.startswith("extra")]
     if extra:
-        refused = tensors.extra == "error"
-        yield Finding(
-            Severity.FAULT if refused else Severity.WARNING,
-            f"has {counted(len(extra), 'tensor')} that the base lacks ({some(extra, 3)})"
-            + (f": leave them out by {Hint('tensors', {'extra': 'ignore'})}" if refused else ""),
-            name,
-        )
+        text = f"has {counted(len(extra), 'tensor')} that the base lacks ({some(extra, 3)})"
+        advice = f": leave them out by {Hint('tensors', {'extra': 'ignore'})}"
+        yield _refused(tensors.extra, text, advice, "", name)
     for tensor, rows in found.resized.items():
-        kind = rows_of(tensor)
-        refused = tensors.vocabulary == "error"
-        yield Finding(
-            Severity.FAULT if refused else Severity.WARNING,
-            f"its {_RESIZED[kind]}: '{tensor}' has {rows} rows, the base "
-            f"{base.headers[tensor].shape[0]}"
-            + (
-                f"; if the first rows mean the same {kind}, merge the base's by "
-                f"{Hint('tensors', {'vocabulary': 'base'})}"
-                if refused
-                else "; the rows of the base are merged"
-            )
-            + _rows_besides(rows - base.headers[tensor].shape[0]),
-            name,
-            (tensor,),
+        kind, own = rows_of(tensor), base.headers[tensor].shape[0]
+        beyond = f". Its {counted(rows - own, 'row')} beyond are not counted below"
+        beyond = beyond if rows > own else ""
+        advice = (
+            f"; if the first rows mean the same {kind}, merge the base's by "
+            f"{Hint('tensors', {'vocabulary': 'base'})}{beyond}"
         )
+        merged = f"; the rows of the base are merged{beyond}"
+        text = f"its {_RESIZED[kind]}: '{tensor}' has {rows} rows, the base {own}"
+        yield _refused(tensors.vocabulary, text, advice, merged, name, (tensor,))
     if found.heads:
         yield Finding(
             Severity.NOTE, f"has a task head of its own ({some(found.heads, 3)}), kept beside", name
@@ -130,9 +112,13 @@ _RESIZED = {
 }
 
 
-def _rows_besides(added: int) -> str:
-    """Return the sentence that rows that only the expert has are not counted; "" if it has none."""
-    return f". Its {counted(added, 'row')} beyond are not counted below" if added > 0 else ""
+def _refused(
+    setting: str, text: str, advice: str, other: str, name: str, tensors: tuple[str, ...] = ()
+) -> Finding:
+    """Return a fault with advice if the setting is "error", else a warning that ends otherwise."""
+    if setting == "error":
+        return Finding(Severity.FAULT, text + advice, name, tensors)
+    return Finding(Severity.WARNING, text + other, name, tensors)
 
 
 def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
@@ -236,9 +222,7 @@ def _read(layers: Sequence[LayerView], expert: str) -> Iterator[Finding]:
 def _pairs(layers: Sequence[LayerView], experts: Sequence[str]) -> Iterator[Finding]:
     if len(experts) < 2:
         return
-    total = layers[0].sums
-    for layer in layers[1:]:
-        total = total + layer.sums
+    total = reduce(add, (layer.sums for layer in layers))
     for i, j in combinations(range(len(experts)), 2):
         cosine, pair = total.cosines[i][j], f"'{experts[i]}' and '{experts[j]}'"
         if cosine > TWINS:
@@ -258,17 +242,14 @@ def _rounding(layers: Sequence[LayerView], experts: Sequence[str], half: bool) -
             squares[expert][1] += layer.norms[expert] ** 2
     for expert, (lost, whole) in squares.items():
         if whole and lost > LOST**2 * whole:
-            yield Finding(
-                Severity.WARNING if half else Severity.NOTE,
-                f"storing the base with its update in bfloat16 would lose {sqrt(lost / whole):.0%} of "
-                "the update"
-                + (
+            share, severity = f"{sqrt(lost / whole):.0%}", Severity.NOTE
+            text = f"storing the base with its update in bfloat16 would lose {share} of the update"
+            if half:
+                severity = Severity.WARNING
+                text += (
                     f": merge to float32 ({Hint('out_dtype', 'float32')}), or keep it as an adapter"
-                    if half
-                    else ""
-                ),
-                expert,
-            )
+                )
+            yield Finding(severity, text, expert)
 
 
 def _rounded(layers: Sequence[LayerView]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import hypot, sqrt
 from pathlib import Path
 from statistics import median
@@ -46,15 +46,6 @@ _COMPARED = 2**20  # entries of each weight that show which base an adapter in m
 UNEVEN = 10.0  # ratio of update norms above which the largest update dominates plain sums
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A layer of an expert whose weights were not trained from the base's layer."""
-
-    expert: str
-    tensor: str
-    cosine: float
-
-
 def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
     """Return a fault if an expert was trained from another base, else None."""
     known = [(cosine, m) for m in matrices if (cosine := m.cosine(expert)) is not None]
@@ -75,10 +66,10 @@ def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
     )
 
 
-def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding | None:
-    """Return a fault if the model that has an adapter in memory has other weights than the base."""
+def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Iterator[Finding]:
+    """Yield a fault if the model that has an adapter in memory has other weights than the base."""
     if not base.checkpoint.decides:  # the result is an adapter, which no weights of the base affect
-        return None
+        return
     cosines: list[float] = []
     for name, tensor in adapter.under.items():
         header = base.headers.get(find_name(name, base.prefixes, base.headers) or "")
@@ -88,8 +79,8 @@ def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding 
             other = tensor[: len(rows)].cpu().float()
             cosines.append(float((own * other).sum()) / ((norm(own) * norm(other)) or 1.0))
     if not cosines or median(cosines) >= STRANGER:
-        return None
-    return Finding(
+        return
+    yield Finding(
         Severity.FAULT,
         f"is the adapter of another base: weights of the model that it is in have a cosine of "
         f"{median(cosines):.2f} with the base's (median of {counted(len(cosines), 'layer')}). Pass the "
@@ -99,26 +90,17 @@ def trained_elsewhere(adapter: Checkpoint, base: Model, expert: str) -> Finding 
     )
 
 
-def foreign_layers(matrices: Sequence[LayerSums], expert: str) -> list[Foreign]:
-    """Return the layers not trained from the base's, of an expert that is otherwise a fine-tune of it."""
-    return [
-        Foreign(expert, matrix.tensor, cosine)
-        for matrix in matrices
-        if (cosine := matrix.cosine(expert)) is not None and cosine < STRANGER
-    ]
-
-
-def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Finding | None:
-    """Return a warning if rows of embeddings are not the base's: a merge would mix different tokens."""
+def replaced_tables(layers: Sequence[LayerSums], expert: str) -> Iterator[Finding]:
+    """Warn if rows of embeddings are not the base's: a merge would mix different tokens."""
     found = {
         layer.tensor: cosine
         for layer in layers
         if layer.is_table and (cosine := layer.cosine(expert)) is not None and cosine < STRANGER
     }
     if not found:
-        return None
+        return
     shown = ", ".join(f"'{name}' (cosine {cosine:.2f})" for name, cosine in found.items())
-    return Finding(
+    yield Finding(
         Severity.WARNING,
         f"has other rows than the base in {shown}: another vocabulary, or rows that were moved or "
         "trained anew? Merged with the base's they mix tokens; leave them to the base by "
@@ -137,37 +119,28 @@ def untouched(
 ) -> Iterator[Finding]:
     """Say which tensors an expert left as in the base: all of them, whole blocks, or some.
 
-    Args:
-        layers: sums of the merged tensors.
-        expert: name of the expert.
-        own: the expert's own part of the output, as `owned_by` returns it; only this part may have been
-            trained. None if there is no such part.
-        notes: notes from opening the expert, such as which of its tensors were not read.
-        rounding: ‖Δ_t‖ / ‖W_0‖ up to which the expert may have only rounded the base's weights.
+    `own` is the expert's own part of the output, as `owned_by` returns it; only this part may have been
+    trained. `notes` are from opening the expert, such as which of its tensors were not read. Up to a
+    ‖Δ_t‖ / ‖W_0‖ of `rounding`, the expert may have only rounded the base's weights.
     """
     own_layers = [layer for layer in layers if expert in layer.squares]
     same = [layer for layer in own_layers if _is_as_the_base(layer, expert, rounding)]
     tensors = tuple(dict.fromkeys(layer.tensor for layer in same))
-    if len(same) == len(own_layers) and own:
-        text = f"equals the base in all that is merged: only {own} its own"
-        yield Finding(Severity.WARNING, text, expert)
-        return
-    if len(same) == len(own_layers) and any(layer.norm(expert) for layer in same):
-        yield Finding(
-            Severity.WARNING,
-            "differs from the base by no more than the rounding of its weights, in every tensor: was it "
-            "trained, or saved? Methods for matrices may take such layers as unchanged",
-            expert,
-        )
-        return
     if len(same) == len(own_layers):
-        unread = f" ({'; '.join(notes)})" if notes else ""
-        yield Finding(
-            Severity.FAULT,
-            f"equals the base in every tensor{unread}: was it trained, or saved?",
-            expert,
-            name=UNCHANGED,
-        )
+        if own:
+            text = f"equals the base in all that is merged: only {own} its own"
+            yield Finding(Severity.WARNING, text, expert)
+        elif any(layer.norm(expert) for layer in same):
+            yield Finding(
+                Severity.WARNING,
+                "differs from the base by no more than the rounding of its weights, in every tensor: was "
+                "it trained, or saved? Methods for matrices may take such layers as unchanged",
+                expert,
+            )
+        else:
+            unread = f" ({'; '.join(notes)})" if notes else ""
+            text = f"equals the base in every tensor{unread}: was it trained, or saved?"
+            yield Finding(Severity.FAULT, text, expert, name=UNCHANGED)
         return
     blocks: dict[int, list[LayerSums]] = {}
     for layer in layers:
@@ -206,16 +179,16 @@ def _is_as_the_base(layer: LayerSums, expert: str, rounding: float) -> bool:
     return layer.norm(expert) <= most * sqrt(layer.base)
 
 
-def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Finding | None:
-    """Return a warning if the experts' updates have very different norms, else None."""
+def uneven(layers: Sequence[LayerSums], experts: Sequence[str]) -> Iterator[Finding]:
+    """Warn if the experts' updates have very different norms."""
     norms = {expert: hypot(*(layer.norm(expert) for layer in layers)) for expert in experts}
     moved = {expert: norm for expert, norm in norms.items() if norm}
     if len(moved) < 2:
-        return None
+        return
     most, least = max(moved, key=moved.__getitem__), min(moved, key=moved.__getitem__)
     if moved[most] <= UNEVEN * moved[least]:
-        return None
-    return Finding(
+        return
+    yield Finding(
         Severity.WARNING,
         f"updates are of very different size: '{most}' moved {moved[most] / moved[least]:.0f} "
         f"times as far as '{least}' ({moved[most]:.3g} and {moved[least]:.3g}); averaging and "
@@ -263,25 +236,27 @@ _LOOKED_UP = 8  # most layers of an expert whose true place is searched for
 _ALIKE = 0.9  # cosine with another layer of the base above which the layer is that one
 
 
-def find_swaps(foreign: Sequence[Foreign], base: Model, expert: Model) -> Iterator[Finding]:
-    """Say which other layers of the base an expert's foreign layers hold.
+def find_swaps(
+    matrices: Sequence[LayerSums], base: Checkpoint, expert: Checkpoint, of: str
+) -> Iterator[Finding]:
+    """Say which layers of an expert are not the base's, and which other layers of the base they hold.
 
     A layer that holds no other layer of the base was trained anew, or its weights are lost. It gives a
     warning only, as the user must know whether it harms the merge.
     """
-    for each in foreign[:_LOOKED_UP]:
-        yield _find_in_base(each, base, expert)
+    known = ((matrix.tensor, matrix.cosine(of)) for matrix in matrices)
+    foreign = [(name, cosine) for name, cosine in known if cosine is not None and cosine < STRANGER]
+    if not foreign:
+        return
+    start, model = Model.of(base), Model.of(expert)
+    for name, cosine in foreign[:_LOOKED_UP]:
+        yield _find_in_base(name, cosine, start, model, of)
     if len(foreign) > _LOOKED_UP:
-        yield Finding(
-            Severity.WARNING,
-            f"{len(foreign)} layers in all are not the base's",
-            foreign[0].expert,
-            tuple(each.tensor for each in foreign),
-        )
+        text = f"{len(foreign)} layers in all are not the base's"
+        yield Finding(Severity.WARNING, text, of, tuple(name for name, _ in foreign))
 
 
-def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
-    name = foreign.tensor
+def _find_in_base(name: str, off: float, base: Model, expert: Model, of: str) -> Finding:
     parts = _parts(expert, name)
     found: list[str] = []
     for label, part in parts.items():
@@ -294,15 +269,15 @@ def _find_in_base(foreign: Foreign, base: Model, expert: Model) -> Finding:
                     where = f"'{other}'" + (f" ({place})" if place else "")
                     what = f"its {label} is" if label else "it is"
                     found.append(f"{what} the base's {where} (cosine {cosine:.2f})")
-    text = f"'{name}' is not the base's (cosine {foreign.cosine:.2f} with it)"
+    text = f"'{name}' is not the base's (cosine {off:.2f} with it)"
     if found:
         text += f": {'; '.join(found)}. Swapped when it was saved?"
-        return Finding(Severity.FAULT, text, foreign.expert, (name,), "swapped-tensors")
+        return Finding(Severity.FAULT, text, of, (name,), "swapped-tensors")
     text += (
         ": a layer of its own? No merge can bring it together with the others'; leave it to the base "
         f"by {rules_for(name)}, or to each expert by one with `head`"
     )
-    return Finding(Severity.WARNING, text, foreign.expert, (name,))
+    return Finding(Severity.WARNING, text, of, (name,))
 
 
 def _candidates(name: str, base: Model) -> list[str]:
@@ -335,33 +310,21 @@ def judge(
     """Yield the findings that follow from the sums.
 
     An adapter in a file has no full weights to compare with the base's. Nothing in its tensors tells
-    whether it was trained over another base.
-
-    Args:
-        layers: sums of all experts.
-        base: the base, whose tensors are compared with the foreign layers of the experts.
-        experts: the experts by name.
-        owned: the experts' own parts of the output, beside their updates; see `owned_by`.
+    whether it was trained over another base. `owned`: see `owned_by`.
     """
     matrices = [layer for layer in layers if layer.is_matrix]
     for name, expert in experts.items():
-        if expert.under and (elsewhere := trained_elsewhere(expert, Model.of(base), name)):
-            yield elsewhere
+        if expert.under:
+            yield from trained_elsewhere(expert, Model.of(base), name)
         if not expert.is_adapter:
-            unfit = stranger(matrices, name)
-            foreign = [] if unfit else foreign_layers(matrices, name)
-            if unfit:
+            if unfit := stranger(matrices, name):
                 yield unfit
-            if foreign:
-                yield from find_swaps(foreign, Model.of(base), Model.of(expert))
-            tables = None if unfit else replaced_tables(layers, name)
-            if tables:
-                yield tables
+            else:
+                yield from find_swaps(matrices, base, expert, name)
+                yield from replaced_tables(layers, name)
         rounding = _largest_rounding(base, expert)
         yield from untouched(layers, name, owned.get(name), expert.notes, rounding)
-    different = uneven(layers, list(experts))
-    if different:
-        yield different
+    yield from uneven(layers, list(experts))
 
 
 def _largest_rounding(base: Checkpoint, expert: Checkpoint) -> float:
@@ -398,11 +361,7 @@ def check_fit(
 ) -> Fit:
     """Judge the experts by the measurements of a run.
 
-    Args:
-        plan: the plan of the merge.
-        done: the results of its items.
-        checkpoints: base and experts.
-        written: whether files of the base, such as config.json, are copied beside the output.
+    `written` says whether files of the base, such as config.json, are copied beside the output.
 
     Raises:
         InputError: a merge of these experts is worthless, and the recipe does not `allow` it.
@@ -432,7 +391,10 @@ def check_fit(
                 ". In float32 updates of less than 6e-8 of a weight are 0: if these are, compute in "
                 f"float64 ({Hint('dtype', 'float64')})"
             )
-        raise InputError("\n".join((*map(_named, stopping), way)))
+        named = (
+            str(fault) if fault.name is None else f"{fault.name}: {fault}" for fault in stopping
+        )
+        raise InputError("\n".join((*named, way)))
     warnings = (str(finding) for finding in findings if finding.severity is Severity.WARNING)
     allowed = (f"{fault.name}, which is allowed: {fault}" for fault in faults)
     notes = (str(finding) for finding in findings if finding.severity is Severity.NOTE)
@@ -513,10 +475,6 @@ def _coarse(plan: Plan, layers: Sequence[LayerSums]) -> Iterator[Finding]:
             f"weights in float64 are merged in float32, which loses {most:.2%} of the update of '{expert}' "
             f"in '{name}': compute in float64 ({Hint('dtype', 'float64')})",
         )
-
-
-def _named(fault: Finding) -> str:
-    return str(fault) if fault.name is None else f"{fault.name}: {fault}"
 
 
 def _way_on(stopping: Sequence[Finding], experts: int) -> str:

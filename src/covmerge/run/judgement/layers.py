@@ -73,28 +73,19 @@ TABLES = (Role.EMBEDDING, Role.OUTPUT)
 class LayerSums:
     """Sums over the elements of one matrix in all experts, or of a tensor that holds no matrix.
 
-    Attributes:
-        tensor: the tensor's name in the base.
-        name: the tensor's name, with the index of the matrix if the tensor holds several.
-        is_matrix: whether this is the matrix of a layer that has inputs.
-        base: ‖W_0‖².
-        squares: ‖Δ_t‖² by expert.
-        along: ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read.
-        is_table: whether the rows belong to tokens: an embedding, or an output head.
-
     Example:
         >>> layer = LayerSums("fc", "fc", True, base=4.0, squares={"a": 4.0}, along={"a": -4.0})
         >>> layer.relative("a"), layer.cosine("a")
         (1.0, 0.0)
     """
 
-    tensor: str
-    name: str
-    is_matrix: bool
-    base: float
-    squares: Mapping[str, float]
-    along: Mapping[str, float]
-    is_table: bool = False
+    tensor: str  # its name in the base
+    name: str  # the same, with the index of the matrix if the tensor holds several
+    is_matrix: bool  # whether this is the matrix of a layer that has inputs
+    base: float  # ‖W_0‖²
+    squares: Mapping[str, float]  # ‖Δ_t‖² by expert
+    along: Mapping[str, float]  # ⟨Δ_t, W_0⟩ by expert, for experts whose weights were read
+    is_table: bool = False  # whether the rows belong to tokens: an embedding, or an output head
 
     def norm(self, expert: str) -> float:
         """Return ‖Δ_t‖; 0 for an expert that has no part in the layer."""

@@ -53,9 +53,7 @@ _LOOK = "look which of the two the merged model should have"
 def other_settings(checkpoints: OpenCheckpoints, *, as_model: bool = True) -> Iterator[Finding]:
     """Say which settings of each expert differ from the output's, which are the base's.
 
-    Args:
-        checkpoints: base and experts.
-        as_model: whether the output is a model, with companion files; an adapter has none.
+    `as_model` says whether the output is a model, with companion files; an adapter has none.
     """
     base, views = checkpoints.base, checkpoints.views
     for name, adapter in checkpoints.adapters.items():

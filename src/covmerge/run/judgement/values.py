@@ -114,10 +114,8 @@ def _numbers(tensors: Iterable[TensorPlan]) -> int:
 
 def _harmless(tensor: TensorPlan) -> str | None:
     """Return what a tensor is if no output needs it from an expert, else None."""
-    made_again = (
-        "buffers that are made again when the model is loaded" if tensor.info.rebuilt else None
-    )
-    return HARMLESS.get(tensor.name.rpartition(".")[2], made_again)
+    made_again = "buffers that are made again when the model is loaded"
+    return HARMLESS.get(tensor.name.rpartition(".")[2], made_again if tensor.info.rebuilt else None)
 
 
 # Experts with NaN or Inf nearly everywhere: no rule helps, as the output would be nearly the base.
@@ -164,7 +162,8 @@ def _not_finite_of_most(key: str, expert: Checkpoint, bad: list[str]) -> Finding
     """Return a fault if `bad` has over half of the expert's numbers, or every layer's matrix, else None."""
     sizes = _sizes(expert)
     share = sum(sizes[name] for name in bad) / max(1, sum(sizes.values()))
-    matrices = {name for name in sizes if layer_name(name) is not None and _is_matrix(expert, name)}
+    vectors = {name for name, header in expert.headers.items() if len(header.shape) < 2}
+    matrices = {name for name in sizes.keys() - vectors if layer_name(name) is not None}
     if not bad or (share <= _LEAST and not (matrices and matrices <= {*bad})):
         return None
     text = (
@@ -180,10 +179,6 @@ def _sizes(expert: Checkpoint) -> dict[str, int]:
     """Return the number of stored elements of each floating-point tensor and each low-rank update."""
     sizes = {n: prod(h.shape) for n, h in expert.headers.items() if h.dtype.is_floating_point}
     return sizes | {name: factors.elements for name, factors in expert.low_rank.items()}
-
-
-def _is_matrix(expert: Checkpoint, name: str) -> bool:
-    return name not in expert.headers or len(expert.headers[name].shape) > 1
 
 
 def _is_finite(expert: Checkpoint, name: str, *, whole: bool = True) -> bool:

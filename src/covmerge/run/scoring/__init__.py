@@ -1,8 +1,1 @@
-"""Score models with a scorer that the caller names.
-
-scorer     the protocol of a scorer; named scorers, and commands that run on each model
-lm_eval, sentences, texts   named scorers that use other libraries; `files` reads their examples
-values     scores, checked; intervals by the paired bootstrap over examples
-table      scores of methods by task, as text, CSV and LaTeX
-job        score several models; reuse the scores of earlier runs from scores.json
-"""
+"""Score models with a scorer that the caller names."""

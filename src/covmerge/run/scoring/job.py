@@ -95,25 +95,12 @@ _MOST_VALUES = 30_000_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model to be scored.
-
-    Attributes:
-        label: name of the model in the table.
-        folder: folder of the model.
-        hash: a hash that covers all bytes of the model; None if unknown, and then no score is saved.
-        bound: whether the model is the base or an expert.
-    """
+    """A model to be scored."""
 
     label: str
     folder: Path
-    hash: str | None
-    bound: bool = False
-
-    @classmethod
-    def merged(cls, label: str, folder: Path) -> Candidate:
-        """Return an output of covmerge, with the hash of its manifest, which has the hash of every file."""
-        content = read_regular(folder / MANIFEST_NAME, MAX_BYTES)
-        return cls(label, folder, hashlib.sha256(content).hexdigest())
+    hash: str  # covers all bytes of the model
+    bound: bool = False  # whether it is the base or an expert
 
 
 def candidates(
@@ -121,10 +108,7 @@ def candidates(
 ) -> tuple[list[Candidate], list[str]]:
     """Return the models of a comparison to score, and notes on sources that cannot be scored.
 
-    Args:
-        out: folder of the comparison.
-        labels: labels of the merged models.
-        bounds: whether to include the base and the experts, which then come first.
+    With `bounds`, the base and the experts come first.
     """
     found: list[Candidate] = []
     left_out: list[str] = []
@@ -134,20 +118,26 @@ def candidates(
         if label.startswith("statistics "):
             continue
         if any((folder / name).is_file() for name in _OF_A_MODEL):
-            found.append(Candidate(label, folder, _digest(source["content"]), bound=True))
+            content = json.dumps(source["content"], sort_keys=True).encode()
+            found.append(Candidate(label, folder, _hash(content), bound=True))
         else:
             left_out.append(label)
-    notes = [
+    for label in labels:
+        # The manifest has the hash of every file.
+        content = read_regular(out / label / MANIFEST_NAME, MAX_BYTES)
+        found.append(Candidate(label, out / label, _hash(content)))
+    if not left_out:
+        return found, []
+    note = (
         f"not scored: {some(left_out)}. A scorer is given the folder of a whole model: save one in memory "
         "first, put a file into a folder of its own as model.safetensors, and merge an adapter into "
         "its base"
-    ]
-    notes = notes if left_out else []
-    return [*found, *(Candidate.merged(label, out / label) for label in labels)], notes
+    )
+    return found, [note]
 
 
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class SavedScores:
@@ -174,7 +164,7 @@ class SavedScores:
 
     def find(self, model: Candidate, key: str | None) -> tuple[Scores, float] | None:
         """Return a model's saved scores and the seconds that scoring took; None if none are saved."""
-        entry = self._entries.get(_of(model, key) or "")
+        entry = None if key is None else self._entries.get(_of(model, key))
         if entry is None:
             return None
         tasks = {name: score_of(stored) for name, stored in entry["tasks"].items()}
@@ -183,10 +173,9 @@ class SavedScores:
     def add(
         self, model: Candidate, key: str | None, scorer: str, scores: Scores, seconds: float
     ) -> None:
-        """Add the scores of a model, if its hash and the scorer's key are known."""
-        place = _of(model, key)
-        if place is not None:
-            self._entries[place] = {
+        """Add the scores of a model, if the scorer's key is known."""
+        if key is not None:
+            self._entries[_of(model, key)] = {
                 "label": model.label,
                 "scorer": scorer,
                 "seconds": round(seconds, 2),
@@ -199,10 +188,8 @@ class SavedScores:
         replace_file(path, dumps(content, what=path.name) + "\n")
 
 
-def _of(model: Candidate, key: str | None) -> str | None:
-    if model.hash is None or key is None:
-        return None
-    return hashlib.sha256(f"{model.hash} {key}".encode()).hexdigest()
+def _of(model: Candidate, key: str) -> str:
+    return _hash(f"{model.hash} {key}".encode())
 
 
 class ScoreProgress(Protocol):
@@ -239,15 +226,8 @@ def score_models(
     """Score the models that have no saved scores, and write the table as CSV and LaTeX.
 
     If scoring of a model fails, the table lists the failure and the other models are still scored.
-    Tables of an earlier run are removed first, as they have other scores.
-
-    Args:
-        models: the models, in the order of the table.
-        scorer: the scorer.
-        folder: folder of the tables and of scores.json.
-        saved: scores of earlier runs.
-        scorers: number of models that are scored at once.
-        progress: receives the progress of scoring.
+    Tables of an earlier run are removed first, as they have other scores. `scorers` models are scored at
+    once.
     """
     for name in (CSV_NAME, LATEX_NAME):
         (folder / name).unlink(missing_ok=True)

@@ -16,11 +16,10 @@ from covmerge.base.errors import CheckFailed, InputError, did_you_mean
 from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.run.scoring.files import digest_of
-from covmerge.run.scoring.scorer import Scorer
 from covmerge.run.scoring.values import Score, Scores
 
 
-def open_scorer(wanted: Sequence[str]) -> Scorer:
+def by_tasks(wanted: Sequence[str]) -> _LmEval:
     """Return a scorer on lm-eval tasks; a folder among the names holds definitions of own tasks."""
     folders = [part for part in wanted if Path(part).is_dir()]
     tasks = [part for part in wanted if part not in folders]

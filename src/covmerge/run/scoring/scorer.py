@@ -11,7 +11,6 @@ import stat
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -21,6 +20,8 @@ from typing import IO, Any, Protocol, runtime_checkable
 from covmerge.base.errors import CheckFailed, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import printable
+from covmerge.run.scoring.files import by_evaluators, by_texts
+from covmerge.run.scoring.lm_eval import by_tasks
 from covmerge.run.scoring.values import Scores, printed_scores, scores_of
 
 # A command as a scorer: it runs once for each model, without a shell.
@@ -39,11 +40,8 @@ class Command:
     """A command in which `{model}` stands for the model's folder.
 
     The command is split into words as a shell does it, and then the folder replaces `{model}`. The
-    folder stays part of one word, whatever characters it has. Nothing else is interpreted.
-
-    Args:
-        text: the command.
-        known: names of scorers, which the error lists if the text has no `{model}`.
+    folder stays part of one word, whatever characters it has. Nothing else is interpreted. `known` has the
+    names of scorers, for an error.
 
     Raises:
         InputError: the text cannot be split into words, has no `{model}`, or needs a shell.
@@ -172,7 +170,6 @@ def _in_script(command: Sequence[str]) -> bool:
 
 
 def _tail(file: IO[bytes]) -> str:
-    """Return the last lines of a command's output."""
     size = file.seek(0, 2)
     file.seek(max(0, size - _LINES * 10 * _WIDTH))
     lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
@@ -196,7 +193,6 @@ class Scorer(Protocol):
 
     def check(self) -> None:
         """Raise, before any merge begins, if the scorer cannot run."""
-        ...
 
     def score(self, model: Path) -> Scores:
         """Score a model.
@@ -213,27 +209,20 @@ AnyScorer = str | Scorer | Callable[[Path], Any]
 
 @dataclass(frozen=True)
 class Named:
-    """A scorer that has a name, followed by a colon and arguments.
+    """A scorer that has a name, followed by a colon and arguments."""
 
-    Attributes:
-        module: a module of this folder; its `open_scorer` makes the scorer from the arguments.
-        package: the package that the scorer needs.
-        install: argument of `pip install` for the package.
-        example: example of the arguments.
-    """
-
-    module: str
-    package: str
-    install: str
-    example: str
+    open: Callable[[Sequence[str]], Scorer]
+    package: str  # that the scorer needs
+    install: str  # argument of `pip install` for the package
+    example: str  # of the arguments
 
 
 NAMED: Mapping[str, Named] = {
-    "lm-eval": Named("lm_eval", "lm_eval", '"lm-eval[hf]"', "arc_easy,gsm8k"),
+    "lm-eval": Named(by_tasks, "lm_eval", '"lm-eval[hf]"', "arc_easy,gsm8k"),
     "sentence-transformers": Named(
-        "sentences", "sentence_transformers", "sentence-transformers", "sts.csv"
+        by_evaluators, "sentence_transformers", "sentence-transformers", "sts.csv"
     ),
-    "transformers": Named("texts", "transformers", "transformers", "test.csv"),
+    "transformers": Named(by_texts, "transformers", "transformers", "test.csv"),
 }
 
 
@@ -256,7 +245,7 @@ def _named(name: str, arguments: str) -> Scorer:
         raise InputError(
             f"{Hint('score')} {name}: does not say what to score on: write {name}:{named.example}"
         )
-    return import_module(f"covmerge.run.scoring.{named.module}").open_scorer(wanted)
+    return named.open(wanted)
 
 
 class _Function:

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import isfinite
 from statistics import fmean
 
-from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, result_html
 from covmerge.base.text import some, spread
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
@@ -24,21 +24,13 @@ _SPECIAL = str.maketrans(
 
 @dataclass(frozen=True)
 class Scored:
-    """One row: a model and its scores.
-
-    Attributes:
-        label: name of the model.
-        scores: scores by task.
-        seconds: seconds that scoring took.
-        kept: whether the scores are from an earlier run.
-        bound: whether the model is the base or an expert, and no merge.
-    """
+    """One row: a model, its scores by task, and the seconds that scoring took."""
 
     label: str
     scores: Scores
     seconds: float
-    kept: bool = False
-    bound: bool = False
+    kept: bool = False  # whether the scores are from an earlier run
+    bound: bool = False  # whether the model is the base or an expert, and no merge
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,12 +61,11 @@ class ScoreTable(Tabular):
     def interval(self, row: Scored, column: str) -> Interval | None:
         """Return the 95 % interval over the examples; None if scores of examples are not known."""
         found = self._examples(row, column)
-        sampled = self._resamples(column)
-        return None if found is None or sampled is None else sampled.mean(found)
+        return None if found is None else self._drawn.mean(found)
 
-    def best(self, column: str, among: Collection[str] | None = None) -> str | None:
-        """Return the label with the highest score, of `among` or of all; None if no score is finite."""
-        rows = [row for row in self.rows if among is None or row.label in among]
+    def best(self, column: str, among: Collection[str]) -> str | None:
+        """Return the label of `among` with the highest score; None if no score is finite."""
+        rows = [row for row in self.rows if row.label in among]
         known = {row.label: v for row in rows if (v := self.value(row, column)) is not None}
         finite = {label: value for label, value in known.items() if isfinite(value)}
         return max(finite, key=finite.__getitem__) if finite else None
@@ -83,10 +74,7 @@ class ScoreTable(Tabular):
         """Return one model's lead over another on the same examples; None if examples are not known."""
         rows = {row.label: row for row in self.rows}
         one, two = (self._examples(rows[name], column) for name in (label, other))
-        sampled = self._resamples(column)
-        if one is None or two is None or sampled is None:
-            return None
-        return sampled.difference(one, two)
+        return None if one is None or two is None else self._drawn.difference(one, two)
 
     def notes(self) -> list[str]:
         """Return notes on missing scores and intervals, and on scores of an earlier run."""
@@ -132,13 +120,11 @@ class ScoreTable(Tabular):
         """Return a LaTeX table with booktabs; the best merge of each column is bold."""
         best = {column: self._highest(column) for column in self.columns}
         head = " & ".join(["Method", *map(_escaped, self.columns)])
+        sizes = (f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
+        drawn = f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
         lines = [
             f"% covmerge {__version__}, scored by: {' '.join(self.scorer.split())}",
-            *(
-                [f"% In brackets: {self._drawn_from()}."]
-                if any(map(self._ends, self.columns))
-                else []
-            ),
+            *([f"% In brackets: {drawn}."] if any(map(self._ends, self.columns)) else []),
             "% Bold: the best merge of each column; base and experts are not compared.",
             r"% Needs \usepackage{booktabs}.",
             rf"\begin{{tabular}}{{l{'r' * len(self.columns)}}}",
@@ -153,14 +139,9 @@ class ScoreTable(Tabular):
                 lines.append(rf"{' & '.join([_escaped(row.label), *cells])} \\")
         return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
-    def _drawn_from(self) -> str:
-        sizes = (f", {size} of {' '.join(task.split())}" for task, size in self._sizes.items())
-        return f"95 % of 2000 paired bootstrap draws of the examples{''.join(sizes)}"
-
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
-        failed = (paragraph(f"{label}: {why}") for label, why in self.failed.items())
-        return "".join([paragraph(repr(self)), *failed, table_html(self.table())])
+        return result_html(self, (f"{label}: {why}" for label, why in self.failed.items()))
 
     def as_json(self) -> dict[str, Json]:
         """Return the table as plain JSON."""
@@ -211,17 +192,12 @@ class ScoreTable(Tabular):
             for task in self.tasks
         }
 
-    def _resamples(self, column: str) -> Resamples | None:
-        if any(task not in self._sizes for task in self._of(column)):
-            return None
-        return self._drawn
-
     @cached_property
     def _drawn(self) -> Resamples:
         return Resamples(self._sizes)
 
     def _ends(self, column: str) -> tuple[str, ...]:
-        return () if self._resamples(column) is None else ("low", "high")
+        return ("low", "high") if all(t in self._sizes for t in self._of(column)) else ()
 
     def _cell(self, row: Scored, column: str) -> dict[str, Json]:
         value, found = self.value(row, column), self.interval(row, column)

@@ -46,12 +46,10 @@ Scores = Mapping[str, Score]
 
 
 def scores_of(returned: object, source: str) -> dict[str, Score]:
-    """Check the value that a scorer returned, and return scores by task.
+    """Check the value that a scorer returned, and return scores by task; `source` names the scorer.
 
-    Args:
-        returned: a number, or a mapping from task to a number or a sequence of numbers, one per example.
-            Arrays and tensors count as sequences.
-        source: name of the scorer, for messages.
+    The value is a number, or a mapping from task to a number or a sequence of numbers, one per example.
+    Arrays and tensors count as sequences.
 
     Raises:
         InputError: the value has none of these forms.
@@ -101,22 +99,21 @@ def _task(name: object, source: str) -> str:
 def _score(value: object, task: object, source: str) -> Score:
     if isinstance(value, np.ndarray | Tensor):
         value = cast("object", cast("Any", value).tolist())
-    if _is_number(value):
+    if isinstance(value, Real):  # a bool too: right or wrong
         return Score(_finite(value))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         given = cast("Sequence[object]", value)
-        if 0 < len(given) <= _MOST_EXAMPLES and all(map(_is_number, given)):
+        if 0 < len(given) <= _MOST_EXAMPLES and all(isinstance(one, Real) for one in given):
             examples = tuple(map(_finite, given))
-            value = _mean_of_examples(examples)
-            return Score(value, examples if isfinite(value) else None)
+            try:
+                mean = fmean(examples)
+            except OverflowError:
+                mean = nan
+            return Score(mean, examples if isfinite(mean) else None)
         what = f"a list of {len(given)} that are not all numbers" if given else "an empty list"
     else:
         what = repr(value)[:200]
     raise InputError(f"{source} gave {what} for task '{task}': have it give {_FORMS}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real)  # a bool counts as a number: right or wrong
 
 
 def _finite(value: Any) -> float:
@@ -125,13 +122,6 @@ def _finite(value: Any) -> float:
     except OverflowError:  # the integer is too large
         return nan
     return number if isfinite(number) else nan
-
-
-def _mean_of_examples(values: Sequence[float]) -> float:
-    try:
-        return fmean(values)
-    except OverflowError:
-        return nan
 
 
 # Intervals by the paired bootstrap over examples: all models use the same resamples.
@@ -170,11 +160,7 @@ class Resamples:
         self._tasks = {task: _Draws(draw, size) for task, size in sizes.items()}
 
     def mean(self, scores: OfSeeds) -> Interval:
-        """Return the mean of a model's scores, with its interval.
-
-        Args:
-            scores: by task, the scores of all examples for each seed.
-        """
+        """Return the mean of scores, with its interval; by task, those of all examples for each seed."""
         return _interval(self._draws(scores), _mean_over_seeds(scores))
 
     def difference(self, scores: OfSeeds, other: OfSeeds) -> Interval:

@@ -65,13 +65,14 @@ class SearchJob:
             with closing(self._trials(checkpoints.identity())) as trials:
                 state = _State(self, trials, merges, work)
                 try:
-                    with closing(state):
-                        state.search()
+                    state.search()
                 except CovmergeError:
                     if new and trials.untuned is None and not trials.finished:
                         # Nothing was scored, so the search can start again, even with another scorer.
                         (self.out / RECORD).unlink()
                     raise
+                finally:
+                    self.scoring.finish()
                 return state.written()
 
     def _check(self) -> None:
@@ -175,15 +176,9 @@ class SearchJob:
 
 
 class _State:
-    """A running search."""
-
     def __init__(self, job: SearchJob, trials: Trials, merges: Together, work: Path) -> None:
         self._job, self._trials, self._merges, self._work = job, trials, merges, work
         self._notes = list(job.template.notes)
-
-    def close(self) -> None:
-        """End the progress display."""
-        self._job.scoring.finish()
 
     def search(self) -> None:
         """Score the untuned merge first, then run the trials."""

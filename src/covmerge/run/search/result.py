@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from random import Random
 
-from covmerge.base.table import Cell, Table, Tabular, paragraph, table_html
+from covmerge.base.table import Cell, Table, Tabular, result_html
 from covmerge.base.types import Json
 from covmerge.run.scoring.table import Scored, ScoreTable, written
 from covmerge.run.scoring.values import Interval, Score, Scores
@@ -67,12 +67,8 @@ class Search(Tabular):
 
     def values(self, trial: Trial) -> tuple[float, ...] | None:
         """Return a trial's objectives; None if it failed, or one of them is not finite."""
-        row = next((row for row in self.seen.rows if row.label == trial.label), None)
-        if row is None:
-            return None
-        found = [self.seen.value(row, column) for column in self.objectives]
-        known = tuple(value for value in found if value is not None and isfinite(value))
-        return known if len(known) == len(found) else None
+        found = tuple(_value(self.seen, trial, column) for column in self.objectives)
+        return found if found and all(map(isfinite, found)) else None
 
     @cached_property
     def front(self) -> tuple[Trial, ...]:
@@ -107,12 +103,8 @@ class Search(Tabular):
             return [("best", "not known: no trial has a finite score")]
         if self.best is None:
             labels = ", ".join(trial.label for trial in self.front)
-            return [
-                (
-                    "front",
-                    f"{labels}: no other trial is better in all of {', '.join(self.objectives)}",
-                )
-            ]
+            text = f"{labels}: no other trial is better in all of {', '.join(self.objectives)}"
+            return [("front", text)]
         column, best = self.objectives[0], self.best
         text = f"{best.label}, {written(_value(self.seen, best, column))}"
         gain = self.gain
@@ -123,12 +115,9 @@ class Search(Tabular):
 
     def _fit(self, best: Trial, column: str, gain: Mapping[str, Interval | float] | None) -> str:
         if self.held_out is None:
-            return (
-                "not known how far the search fits its questions: it saw every example"
-                if any(score.examples for score in self.first.values())
-                else "not known how far the search fits its questions: the scorer gives no number for each "
-                "example"
-            )
+            known = any(score.examples for score in self.first.values())
+            why = "it saw every example" if known else "the scorer gives no number for each example"
+            return f"not known how far the search fits its questions: {why}"
         value = written(_value(self.held_out, best, column))
         text = f"{best.label}, {value} on the examples it did not see"
         if self.untuned is None or gain is None:
@@ -143,12 +132,7 @@ class Search(Tabular):
         columns = [f"{c}{end}" for end, table in tables for c in table.columns]
         rows: list[tuple[Cell, ...]] = []
         for trial in [*([] if self.untuned is None else [self.untuned]), *self.trials]:
-            cells = [
-                None if row is None else table.value(row, column)
-                for _, table in tables
-                for row in [_row(table, trial)]
-                for column in table.columns
-            ]
+            cells = [_cell(table, trial, c) for _, table in tables for c in table.columns]
             rows.append(
                 (
                     trial.label,
@@ -164,13 +148,7 @@ class Search(Tabular):
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
         said = [*self.says(), *(("note", note) for note in self.notes)]
-        return "".join(
-            [
-                paragraph(repr(self)),
-                *(paragraph(f"{label}: {text}") for label, text in said),
-                table_html(self.table()),
-            ]
-        )
+        return result_html(self, (f"{label}: {text}" for label, text in said))
 
     def as_json(self) -> dict[str, Json]:
         """Return the result as plain JSON."""
@@ -230,18 +208,17 @@ def _better(one: Sequence[float], other: Sequence[float]) -> bool:
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
-def _row(table: ScoreTable, trial: Trial) -> Scored | None:
-    return next((row for row in table.rows if row.label == trial.label), None)
+def _cell(table: ScoreTable, trial: Trial, column: str) -> float | None:
+    row = next((row for row in table.rows if row.label == trial.label), None)
+    return None if row is None else table.value(row, column)
 
 
 def _value(table: ScoreTable, trial: Trial, column: str) -> float:
-    row = _row(table, trial)
-    value = None if row is None else table.value(row, column)
+    value = _cell(table, trial, column)
     return float("nan") if value is None else value
 
 
 def _lead(gain: Interval | float) -> str:
-    """Return a gain as text, with its interval if that is known."""
     if not isinstance(gain, Interval):
         return f"{gain:+.3f}"
     text = f"{gain.mean:+.3f} [{gain.low:.3f}, {gain.high:.3f}]"

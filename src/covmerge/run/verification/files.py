@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import counted, some
-from covmerge.base.types import Json, Module, TensorHeader
 from covmerge.files.adapters.checkpoint import ADAPTER_CONFIG
-from covmerge.files.checkpoints.base import CARD_NAME, Checkpoint
-from covmerge.files.checkpoints.hashes import FileHashes, Look, hash_file
+from covmerge.files.checkpoints.base import CARD_NAME
+from covmerge.files.checkpoints.hashes import FileHashes
 from covmerge.files.checkpoints.layout import HEADS_FOLDER, MASKS_FOLDER
 from covmerge.files.checkpoints.manifest import ADDED_LATER, MANIFEST_NAME
 from covmerge.files.stores.store import Store, tree
-from covmerge.maths.linalg.stored import all_finite
+from covmerge.run.engine.hashing import hashes_of
 from covmerge.run.export.companions import is_weights
 from covmerge.run.verification.outcome import Check
 
 # By file: its hashes, or the reason why it has none.
 Found = Mapping[str, FileHashes | str]
-
-
-def hashes_of(store: Store, name: str, inspect: Look | None = None) -> FileHashes | str:
-    """Read a file of an output once, and return its hashes, or a text that says what is wrong with it."""
-    try:
-        return hash_file(store, name, inspect)
-    except FileNotFoundError:
-        return "is missing"
-    except CheckpointError as error:
-        return f"cannot be read ({error})"
 
 
 def hash_files(store: Store, names: Iterable[str]) -> dict[str, FileHashes | str]:
@@ -60,9 +43,8 @@ def check_files(store: Store, manifest: Mapping[str, Any], found: Found) -> Chec
     wrong: list[str] = []
     said: list[str] = []
     edited = 0
-    places = {HEADS_FOLDER, MASKS_FOLDER, *(_folder_of(n) for n in recorded if is_weights(n))} | {
-        ""
-    }
+    of_weights = (_folder_of(name) for name in recorded if is_weights(name))
+    places = {"", HEADS_FOLDER, MASKS_FOLDER, *of_weights}
     for name, record in recorded.items():
         for problem in _problems(record, found[name]):
             if name != CARD_NAME:
@@ -115,123 +97,3 @@ def _is_loaded(name: str, places: Collection[str]) -> bool:
     """Return whether a loader may take a file for a part of the output; `places` are folders of weights."""
     file = name.rpartition("/")[2]
     return _folder_of(name) in places and (is_weights(file) or file == ADAPTER_CONFIG)
-
-
-# Checks of one file of an output while it is hashed, the same in every process.
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-
-
-class Onlooker:
-    """A check of tensors as they are read: which are not finite, and which differ from the base's.
-
-    Args:
-        base: the base to compare tensors with; None to compare none.
-        apart: names of tensors that are not compared.
-
-    Attributes:
-        not_finite: names of tensors that have NaN or Inf.
-        changed: names of tensors that differ from the base's.
-        error: the error of reading the base, after which no tensor is compared; None without an error.
-    """
-
-    def __init__(self, base: Checkpoint | None, apart: Collection[str] = ()) -> None:
-        self._base = base
-        self._apart = apart
-        self.not_finite: set[str] = set()
-        self.changed: set[str] = set()
-        self.error: InputError | None = None
-
-    def inspect(self, header: TensorHeader, rows: range | None, block: Tensor) -> None:
-        """Check that some rows of a tensor are finite, and compare them with the base's."""
-        name = header.name
-        if block.is_complex():
-            block = torch.view_as_real(block)
-        if not all_finite(block):
-            self.not_finite.add(name)
-        if self._base is None or name in self.changed or name in self._apart or self.error:
-            return
-        try:
-            same = torch.equal(block, self._base.read(name, rows).to(block.dtype))
-        except InputError as error:  # an error of the base, not of the file that is checked
-            self.error = error
-            return
-        if not same:
-            self.changed.add(name)
-
-
-@dataclass(frozen=True)
-class WeightsCheck:
-    """The check of one file of weights, by any process; an `engine.FileCheck`.
-
-    Attributes:
-        store: the store of the output.
-        compared: whether tensors are compared with the base's.
-        apart: names of tensors that are not compared.
-        parts: names of stored tensors that are parts of quantised ones, and no weights by themselves.
-    """
-
-    store: Store
-    compared: bool
-    apart: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
-
-    def __call__(self, base: Checkpoint, name: str) -> dict[str, Json]:
-        """Read a file once; return its hashes, and names of tensors that are not finite or are changed."""
-        onlooker = Onlooker(base if self.compared else None, self.apart)
-        prefix = _prefix(name)
-
-        def inspect(header: TensorHeader, rows: range | None, block: Tensor) -> None:
-            if header.name not in self.parts:
-                onlooker.inspect(replace(header, name=f"{prefix}{header.name}"), rows, block)
-
-        found = hashes_of(self.store, name, inspect)
-        if onlooker.error is not None:
-            raise onlooker.error
-        if isinstance(found, str):
-            return {"problem": found}
-        return {
-            "sha256": found.sha256,
-            "tensors": dict(found.tensors),
-            "not_finite": sorted(onlooker.not_finite),
-            "changed": sorted(onlooker.changed),
-        }
-
-    def check(self, name: str, found: Json) -> dict[str, Json]:
-        fields = cast("Mapping[str, Any]", found if isinstance(found, dict) else {})
-        if {*fields} == {"problem"} and isinstance(fields["problem"], str):
-            return {"problem": fields["problem"]}
-        if {*fields} == {"sha256", "tensors", "not_finite", "changed"}:
-            hashes = [fields["sha256"], *dict(fields["tensors"]).values()]
-            names = {*fields["not_finite"], *fields["changed"]}
-            whole = {f"{_prefix(name)}{tensor}" for tensor in fields["tensors"]}
-            if names <= whole and all(map(_DIGEST.fullmatch, hashes)):
-                return {**fields}
-        raise ValueError("it is nothing that is found in a file")
-
-    def as_json(self) -> dict[str, Json]:
-        """Return the check as JSON for other ranks, which know the store; see `FileCheck`."""
-        return {
-            "compared": self.compared,
-            "apart": sorted(self.apart),
-            "parts": sorted(self.parts),
-        }
-
-    @classmethod
-    def from_json(cls, store: Store, data: Mapping[str, Any]) -> WeightsCheck:
-        """Return the check that another rank wrote as JSON."""
-        return cls(store, data["compared"], frozenset(data["apart"]), frozenset(data["parts"]))
-
-
-def _prefix(file: str) -> str:
-    """Return the prefix that the names of a file's tensors have in the whole model."""
-    folder = file.rpartition("/")[0]
-    return Module(folder).prefix if folder else ""
-
-
-def hashes_in(found: Json) -> FileHashes | str:
-    """Return the hashes in a result of `WeightsCheck`, or its text on what is wrong with the file."""
-    fields = cast("Mapping[str, Any]", found)
-    if "problem" in fields:
-        return cast("str", fields["problem"])
-    return FileHashes(fields["sha256"], fields["tensors"])

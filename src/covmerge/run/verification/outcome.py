@@ -1,25 +1,16 @@
-"""The outcome of checks on an output, and the check of task heads, which every output has."""
+"""The outcome of checks on an output."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from covmerge.base.errors import CheckFailed, CheckpointError
+from covmerge.base.errors import CheckFailed
 from covmerge.base.table import Table, Tabular, paragraph, table_html
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.folder import open_file
-from covmerge.files.checkpoints.layout import HEADS_FOLDER
-from covmerge.files.stores.store import Store, file_at
+from covmerge.files.stores.store import Store
 
 DIFFERS = "differs from base"  # name of the check that the merge changed anything
-
-
-def all_there(count: int) -> str:
-    """Return a text saying that all of this many tensors are there, and no others."""
-    return f"{f'all {count} tensors are' if count > 1 else 'its one tensor is'} there, and no other"
 
 
 @dataclass(frozen=True)
@@ -105,21 +96,3 @@ class Verification(Tabular):
     def html(self) -> str:
         """Return the HTML that a notebook shows."""
         return paragraph(f"{self.folder}: {self.verdict}") + table_html(self.table())
-
-
-def check_heads(store: Store, manifest: Mapping[str, Any]) -> Check:
-    """Check that every task head of the manifest is there, can be read, and has its tensors."""
-    wrong: list[str] = []
-    heads: Mapping[str, list[str]] = manifest["heads"]
-    for expert, names in heads.items():
-        try:
-            file = file_at(store, f"{HEADS_FOLDER}/{expert}.safetensors")
-            head = open_file(str(file), file)
-        except CheckpointError as error:
-            wrong.append(str(error))
-            continue
-        if set(head.headers) != set(names):
-            wrong.append(f"heads/{expert}.safetensors holds {sorted(head.headers)}, not {names}")
-        head.close()
-    good = f"{len(heads)} task heads kept" if heads else "no task heads"
-    return Check("heads", not wrong, "; ".join(wrong) or good)

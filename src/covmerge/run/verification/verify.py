@@ -17,6 +17,8 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, Role, TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint, Content, at_once
+from covmerge.files.checkpoints.folder import open_file
+from covmerge.files.checkpoints.layout import HEADS_FOLDER
 from covmerge.files.checkpoints.manifest import NOT_KNOWN, pinned_source, read_manifest
 from covmerge.files.checkpoints.open import Source, open_checkpoint, open_store
 from covmerge.files.quantised.gguf_file import GGUF
@@ -32,19 +34,18 @@ from covmerge.plan.moe.view import mixed
 from covmerge.plan.planning.slices import stacked
 from covmerge.plan.recipe import Mixture, Slice
 from covmerge.run.engine.entries import MOSTLY, rounding_said
-from covmerge.run.engine.hashing import ReadFiles, read_files
-from covmerge.run.engine.thread_count import use_threads
-from covmerge.run.export.expert_models import find_masks
-from covmerge.run.verification.files import (
-    Found,
+from covmerge.run.engine.hashing import (
     Onlooker,
+    ReadFiles,
     WeightsCheck,
-    check_files,
-    hash_files,
     hashes_in,
     hashes_of,
+    read_files,
 )
-from covmerge.run.verification.outcome import DIFFERS, Check, Verification, all_there, check_heads
+from covmerge.run.engine.thread_count import use_threads
+from covmerge.run.export.expert_models import find_masks
+from covmerge.run.verification.files import Found, check_files, hash_files
+from covmerge.run.verification.outcome import DIFFERS, Check, Verification
 
 # Checks of a merged adapter.
 
@@ -56,11 +57,6 @@ def check_adapter(
 
     The checks are coverage (each update of the manifest is there with its rank, each tensor that is held
     whole is there, and no other), finite values, any change of the base, and the task heads.
-
-    Args:
-        store: the store of the output.
-        manifest: the output's manifest.
-        written: the opened adapter.
     """
     if not isinstance(written, AdapterCheckpoint):
         return (Check("coverage", ok=False, detail="there is no adapter in the folder"),)
@@ -78,21 +74,13 @@ def check_adapter(
     wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
     bad = [name for name, size in sizes.items() if not isfinite(size)]
     changed = any(size for name, size in sizes.items() if ranks[name] is not None)
+    strange = f"missing, unknown or of another rank: {some(wrong, 5)}"
+    difference = "the updates are not all zero" if changed else "every update is zero"
     return (
-        Check(
-            "coverage",
-            not wrong,
-            f"missing, unknown or of another rank: {some(wrong, 5)}"
-            if wrong
-            else all_there(len(wanted)),
-        ),
+        Check("coverage", not wrong, strange if wrong else _all_there(len(wanted))),
         Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
-        Check(
-            DIFFERS,
-            changed,
-            "the updates are not all zero" if changed else "every update is zero",
-        ),
-        check_heads(store, manifest),
+        Check(DIFFERS, changed, difference),
+        _heads(store, manifest),
     )
 
 
@@ -168,17 +156,11 @@ def examine(
     base: Checkpoint | None = None,
     read: ReadFiles = read_files,
 ) -> tuple[tuple[Check, ...], Found]:
-    """Read an output once; return the hashes of its files, and all checks except that of these hashes.
+    """Read an output once; return all checks except that of the files' hashes, and these hashes.
 
-    Args:
-        store: the store of the output.
-        manifest: the output's manifest.
-        names: the files to hash, as paths in the output; weights are read too if coverage passes.
-        base: the base checkpoint; None opens the source that the manifest names, as in `verify`.
-        read: the function that reads the files of weights, in this process or in those of the merge.
-
-    Returns:
-        The checks; and by file its hashes, or a text that says what is wrong with it.
+    The files of `names` are hashed; weights are read too if coverage passes. Without a base, the source is
+    opened that the manifest names, as in `verify`. `read` reads the files of weights, in this process or in
+    those of the merge.
     """
     try:
         stored = open_store(str(store), store)
@@ -202,7 +184,8 @@ def examine(
                     missing = f"the base at {opened.source} is another than was merged"
                 else:
                     mixture = _mixed(seen_untied(opened, manifest.get("untied")), manifest)
-                    base = stacked(_slices_of(manifest), None, mixture)
+                    slices = manifest["recipe"].get("slices", ())
+                    base = stacked(list(map(Slice.model_validate, slices)), None, mixture)
             except InputError as error:
                 base, missing = None, str(error)
         else:
@@ -215,9 +198,9 @@ def examine(
         packed: Mapping[str, Packed] = {} if quantisation is None else quantisation.packed
         parts = {name for one in packed.values() for name in one.stored}
         parts |= frozenset() if quantisation is None else quantisation.unused
-        check = WeightsCheck(store, values.base is not None, apart, frozenset(parts))
+        check = WeightsCheck(store, values.seen.base is not None, apart, frozenset(parts))
         sizes = {name: _size(store, name) for name in weights}
-        inspected = read(sizes, check, values.base or output)
+        inspected = read(sizes, check, values.seen.base or output)
         found: Found = {
             name: hashes_in(inspected[name]) if name in inspected else hashes_of(store, name)
             for name in dict.fromkeys([*names, *weights])
@@ -226,7 +209,7 @@ def examine(
         if coverage.ok:
             values.inspect_rows(output, packed)  # read again, dequantised as for a client
         checks = [coverage, *(values.checks() if coverage.ok else ())]
-        checks += [_rounding(manifest), check_heads(store, manifest)]
+        checks += [_rounding(manifest), _heads(store, manifest)]
         if "rescalers" in manifest:
             checks.append(_masks(store, list(manifest["rescalers"])))
         return tuple(checks), found
@@ -270,16 +253,34 @@ def _size(store: Store, name: str) -> int:
     return size
 
 
+def _heads(store: Store, manifest: Mapping[str, Any]) -> Check:
+    """Check that every task head of the manifest is there, can be read, and has its tensors."""
+    wrong: list[str] = []
+    heads: Mapping[str, list[str]] = manifest["heads"]
+    for expert, names in heads.items():
+        try:
+            file = file_at(store, f"{HEADS_FOLDER}/{expert}.safetensors")
+            head = open_file(str(file), file)
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
+        if set(head.headers) != set(names):
+            wrong.append(f"heads/{expert}.safetensors holds {sorted(head.headers)}, not {names}")
+        head.close()
+    good = f"{len(heads)} task heads kept" if heads else "no task heads"
+    return Check("heads", not wrong, "; ".join(wrong) or good)
+
+
+def _all_there(count: int) -> str:
+    return f"{f'all {count} tensors are' if count > 1 else 'its one tensor is'} there, and no other"
+
+
 def _mixed(base: Checkpoint, manifest: Mapping[str, Any]) -> Checkpoint:
     recipe = manifest["recipe"]
     moe = recipe.get("moe")
     if moe is None:
         return base
     return mixed(Mixture.model_validate(moe), {None: base}, list(recipe["experts"]))[None]
-
-
-def _slices_of(manifest: Mapping[str, Any]) -> Sequence[Slice]:
-    return [Slice.model_validate(entry) for entry in manifest["recipe"].get("slices", ())]
 
 
 def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
@@ -338,7 +339,7 @@ def _coverage(
             wrong.append(
                 f"'{name}' is {found[1]} {found[0]}, not {entry['dtype']} {entry['shape']}"
             )
-    detail = some(wrong, 5, between="; ") or all_there(len(entries))
+    detail = some(wrong, 5, between="; ") or _all_there(len(entries))
     return Check("coverage", not wrong, detail)
 
 
@@ -380,16 +381,16 @@ class _Values:
             if other:
                 base = None
                 self._missing = f"the base is another by now: '{other[0]}' is not as it was there"
-        self.base = base
-        self._not_finite: set[str] = set()
-        self._changed = {n for n in apart if base is not None and entries[n].get("merged_norm")}
+        self.seen = Onlooker(base, apart)
+        if base is not None:
+            self.seen.changed |= {name for name in apart if entries[name].get("merged_norm")}
 
     def take(self, results: Iterable[Json]) -> None:
         """Add the results of `WeightsCheck` on files."""
         for found in results:
             fields = cast("Mapping[str, Any]", found)
-            self._not_finite.update(fields.get("not_finite", ()))
-            self._changed.update(fields.get("changed", ()))
+            self.seen.not_finite.update(fields.get("not_finite", ()))
+            self.seen.changed.update(fields.get("changed", ()))
 
     def inspect_rows(self, output: Checkpoint, names: Iterable[str]) -> None:
         """Read tensors of the output and check them.
@@ -397,20 +398,19 @@ class _Values:
         Raises:
             InputError: the output, or the base, could not be read.
         """
-        onlooker = Onlooker(self.base, self._apart)
         for name in names:
             header = output.headers[name]
             for rows in header.row_blocks(_BLOCK_ELEMENTS):
-                onlooker.inspect(header, rows, output.read(name, rows))
-        if onlooker.error is not None:
-            raise onlooker.error
-        self._not_finite |= onlooker.not_finite
-        self._changed |= onlooker.changed
+                self.seen.inspect(header, rows, output.read(name, rows))
+        if self.seen.error is not None:
+            raise self.seen.error
 
     @property
     def lost(self) -> list[str]:
         """Return tensors that were copied unrounded from the base, and differ from the base's."""
-        return sorted(n for n in self._changed if n not in self._rounded and not self._is_merged(n))
+        return sorted(
+            n for n in self.seen.changed if n not in self._rounded and not self._is_merged(n)
+        )
 
     @property
     def _rounded(self) -> set[str]:
@@ -438,12 +438,12 @@ class _Values:
     def checks(self) -> list[Check]:
         """Return the checks, after all tensors were read."""
         entries = self._entries
-        if self.base is None:
+        if self.seen.base is None:
             changed = sum(bool(entry.get("merged_norm")) for entry in entries.values())
             against = ", by recorded norms (the base is not at hand)"
         else:
-            changed, against = len(self._changed), ""
-        bad = sorted(self._not_finite)
+            changed, against = len(self.seen.changed), ""
+        bad = sorted(self.seen.not_finite)
         checks = [Check("finite", not bad, some(bad, 5) or "no NaN or Inf")]
         if self._missing == _NO_BASE:
             return checks
@@ -458,7 +458,7 @@ class _Values:
         else:
             detail = f"every tensor equals the base's{against}: {self._why_equal}"
         checks.append(Check(DIFFERS, bool(changed or self._given_by), detail))
-        if self.base is None:
+        if self.seen.base is None:
             detail = f"not compared: {self._missing}"
             return [*checks, Check("copied", ok=True, detail=detail, made=False)]
         beside = f"; {len(self._apart)} have rows of other tokens or experts" if self._apart else ""

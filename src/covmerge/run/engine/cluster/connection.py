@@ -90,12 +90,7 @@ def _check_answers(address: str) -> None:
 
 @dataclass(frozen=True)
 class Opening:
-    """How a process of the cluster opens the sources.
-
-    Attributes:
-        opener: opens them.
-        versions: of covmerge and torch, which must be those of the nodes.
-    """
+    """How a process of the cluster opens the sources; it must have these versions of covmerge and torch."""
 
     opener: Opener
     versions: tuple[str, str] = (__version__, torch.__version__)
@@ -103,13 +98,7 @@ class Opening:
 
 @dataclass(frozen=True)
 class Setup:
-    """What the tasks of one run have in common.
-
-    Attributes:
-        task: without sources.
-        threads: of an item that is computed on all cores.
-        caller: whose words messages use.
-    """
+    """What the tasks of one run have in common; `threads` compute an item on all cores."""
 
     task: Task
     threads: int

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from secrets import token_hex
 from typing import Any, Generic, TypeVar
 
@@ -35,99 +36,115 @@ from covmerge.run.engine.executor import (
     moved_together,
     portable,
 )
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashes, Hashing, in_order, to_share
+from covmerge.run.engine.hashing import Contents, Hashes, Hashing, WeightsCheck, in_order, to_share
 from covmerge.run.engine.inputs import Sources
 from covmerge.run.engine.worker import check_there, cores_of, serve
 
-# Files of the output and of the sources, read as tasks of a Ray cluster, a file each.
-
 _RETRIES = 3  # of a task whose process or node was lost
-_ASKS_EVERY = 0.2  # seconds, whether it is all over
 
-_Name = TypeVar("_Name")
+_Piece = TypeVar("_Piece")
 
 
 @dataclass(frozen=True)
-class Pieces(Generic[_Name]):
-    """What nodes only read, a core and a task for each piece; Ray does one again whose node is lost.
+class _Tasks(Generic[_Piece]):
+    """Tasks of a cluster, one for each piece of work; Ray does one again whose process or node is lost.
 
-    Args:
+    Attributes:
         ray: connected to the cluster.
         do: what a task does with what is `given` and a piece; an error is returned, and raised here.
         given: of all tasks; references stay references.
-        called: what is done with a piece, for messages.
-        part: of how many cores one does it at a time.
+        needs: what a node must have free for a piece, as Ray's options of its task.
+        most: tasks that the cluster is given at once, by the number of its cores.
+        called: what a task does with a piece, for messages.
+        advice: the end of the message if Ray could not.
     """
 
     ray: Any
     do: Callable[..., Any]
     given: tuple[Any, ...]
-    called: Callable[[_Name], str]
-    part: int
+    needs: Callable[[_Piece], dict[str, Any]]
+    most: Callable[[int], int]
+    called: Callable[[_Piece], str]
+    advice: str = ""
+
+    def answers(
+        self, waiting: Iterator[_Piece], running: dict[Any, _Piece], every: float
+    ) -> Iterator[tuple[_Piece, Any] | None]:
+        """Yield each piece with what came of it; None after seconds without an answer.
+
+        `running` has the tasks that the cluster was given, also after an error.
+        """
+        while self._submit(waiting, running):
+            ended, _ = self.ray.wait(list(running), timeout=every)
+            if not ended:
+                yield None
+            for reference in ended:
+                piece = running.pop(reference)
+                yield piece, self._answer(reference, piece)
 
     def all(
-        self, sizes: Mapping[_Name, int], is_over: Callable[[], bool] = lambda: False
-    ) -> dict[_Name, Any]:
-        """Do all pieces, the largest first.
+        self, sizes: Mapping[_Piece, int], is_over: Callable[[], bool] = lambda: False
+    ) -> dict[_Piece, Any]:
+        """Do pieces that are only read, the largest first.
 
         Raises:
             ResourceError: the nodes that did a piece were lost again and again.
             CancelledError: it is over.
         """
-        waiting = largest_first(sizes, lambda name: sizes[name])
-        found: dict[_Name, Any] = {}
-        running: dict[Any, _Name] = {}
-        while self._submit(waiting, running):
-            ready, _ = self.ray.wait(list(running), timeout=_ASKS_EVERY)
+        found: dict[_Piece, Any] = {}
+        waiting = largest_first(sizes, lambda piece: sizes[piece])
+        for answer in self.answers(waiting, {}, _ASKS_EVERY):
             if is_over():
                 # Tasks under way only read, and are left to it: see `Cluster._end` on cancelling them.
                 raise CancelledError("what nodes read was stopped")
-            for reference in ready:
-                name = running.pop(reference)
-                found[name] = self._answer(reference, name)
+            if answer is not None:
+                found[answer[0]] = answer[1]
         return found
 
-    def _submit(self, waiting: Iterator[_Name], running: dict[Any, _Name]) -> bool:
-        """Give the cluster as much as it does at once; False: nothing is left."""
-        most = max(1, int(self.ray.cluster_resources().get("CPU", 1)) // self.part)
-        while len(running) < most and (name := next(waiting, None)) is not None:
-            function = self.ray.remote(self.do).options(
-                max_retries=_RETRIES, num_cpus=1, memory=PROCESS_HOLDS
-            )
-            running[function.remote(*self.given, name)] = name
+    def _submit(self, waiting: Iterator[_Piece], running: dict[Any, _Piece]) -> bool:
+        """Give the cluster as much as keeps it busy; False: nothing is left to do or to wait for."""
+        most = self.most(int(self.ray.cluster_resources().get("CPU", 1)))
+        while len(running) < most and (piece := next(waiting, None)) is not None:
+            function = self.ray.remote(self.do)
+            function = function.options(max_retries=_RETRIES, **self.needs(piece))
+            running[function.remote(*self.given, piece)] = piece
         return bool(running)
 
-    def _answer(self, reference: Any, name: _Name) -> Any:
+    def _answer(self, reference: Any, piece: _Piece) -> Any:
         try:
             answer = self.ray.get(reference)
         except self.ray.exceptions.RayError as error:
             raise ResourceError(
-                f"Ray could not {self.called(name)}, which it tried {1 + _RETRIES} times "
-                f"({type(error).__name__}: {str(error).splitlines()[0]})"
+                f"Ray could not {self.called(piece)}, which it tried {1 + _RETRIES} times "
+                f"({type(error).__name__}: {str(error).splitlines()[0]}){self.advice}"
             ) from error
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
 
+# Files of the output and of the sources, a task each.
+
+_ASKS_EVERY = 0.2  # seconds, whether it is all over
 _CORES_A_FILE = 2  # two threads hash it
+_CORES_A_HASH = 4  # the others merge
 
 
-def read_on_cluster(
-    ray: Any, key: str, opening: Any, sizes: Mapping[str, int], file_check: FileCheck
-) -> dict[str, Json]:
-    """Let nodes read the files, and return what was found of each; see `Executor.read_files`.
-
-    Raises:
-        ResourceError: the nodes that read a file were lost again and again.
-    """
-    found = Pieces[str](
-        ray, _read, (key, [opening], file_check), "read '{}'".format, _CORES_A_FILE
-    ).all(sizes)
-    return {name: found[name] for name in sizes}
+def _reading(
+    ray: Any,
+    do: Callable[..., Any],
+    given: tuple[Any, ...],
+    called: Callable[[_Piece], str],
+    cores: int,
+) -> _Tasks[_Piece]:
+    """Return tasks that only read. One computes on a core at a time for each `cores` of the cluster."""
+    needs = {"num_cpus": 1, "memory": PROCESS_HOLDS}
+    return _Tasks(ray, do, given, lambda _: needs, lambda there: max(1, there // cores), called)
 
 
-def _read(key: str, opening: list[Any], file_check: FileCheck, name: str) -> Json | BaseException:
+def _read(
+    key: str, opening: list[Any], file_check: WeightsCheck, name: str
+) -> Json | BaseException:
     """Read a file, in a process of the cluster."""
     try:
         return file_check(WORKER_CACHE.sources(key, opening[0]).checkpoints[BASE], name)
@@ -135,14 +152,13 @@ def _read(key: str, opening: list[Any], file_check: FileCheck, name: str) -> Jso
         return portable(error)
 
 
-_CORES_A_HASH = 4  # the others merge
-
-
 class ClusterHashing:
     """Hashes that the nodes take beside their items."""
 
     def __init__(self, ray: Any, key: str, opening: Any, contents: Contents) -> None:
-        self._pieces = Pieces[tuple[str, str]](ray, _hash, (key, [opening]), _called, _CORES_A_HASH)
+        self._tasks: _Tasks[tuple[str, str]] = _reading(
+            ray, _hash, (key, [opening]), "hash '{0[1]}' of {0[0]}".format, _CORES_A_HASH
+        )
         self._contents = contents
         self._stopped = threading.Event()
         self._pool = ThreadPool(1, "covmerge-hash")
@@ -150,7 +166,7 @@ class ClusterHashing:
     def __enter__(self) -> ClusterHashing:
         sizes = {(key, content.name): content.size for key, content in to_share(self._contents)}
         self._hashing: Future[Mapping[tuple[str, str], str]] = self._pool.submit(
-            self._pieces.all, sizes, self._stopped.is_set
+            self._tasks.all, sizes, self._stopped.is_set
         )
         return self
 
@@ -162,17 +178,7 @@ class ClusterHashing:
         """See `Hashing`; nodes do not wait for their readers, as they come to files in any order."""
 
     def result(self) -> Hashes:
-        """See `Hashing`.
-
-        Raises:
-            ResourceError: the nodes that hashed a file were lost again and again.
-        """
         return in_order(self._contents, self._hashing.result())
-
-
-def _called(place: tuple[str, str]) -> str:
-    source, name = place
-    return f"hash '{name}' of {source}"
 
 
 def _hash(key: str, opening: list[Any], place: tuple[str, str]) -> str | BaseException:
@@ -193,6 +199,7 @@ _AHEAD = 2  # tasks that wait for each core
 _ENDING = 60.0  # seconds that a merge which ends early waits for its tasks
 _CHECKS_EVERY = 60.0  # seconds without an answer before a check that there can be one
 _WAIT = 0.2  # seconds between two reads of what another machine wrote
+CLIENT_HOLDS = 256 * 2**20  # bytes that Ray takes in the process that gives out the work
 
 _Load = Sequence[tuple[int, Batch]]
 
@@ -201,12 +208,8 @@ class Cluster(Executor):
     """An executor. Its process keeps the journal, and reads back what other machines have written.
 
     A task whose process or node is lost is done again by Ray. One that counts returns its counters, and
-    so every row is counted once, however often it was read.
-
-    Args:
-        address: of the cluster, as `ray.init` takes it.
-        opener: opens the sources; it is pickled.
-        max_memory: bytes that the process of a task may take; None: what its node has.
+    so every row is counted once, however often it was read. The process of a task takes at most
+    `max_memory` bytes; None: what its node has.
 
     Raises:
         InputError: there is no Ray, or no cluster at the address.
@@ -230,45 +233,55 @@ class Cluster(Executor):
             )
         ray, threads = self._ray, torch.get_num_threads()
         setup = ray.put(Setup(replace(task, sources=Sources({})), threads, caller_now()))
-        given = [self._opening, setup]
         cores = int(ray.cluster_resources().get("CPU", 1))
-        loads = _loads(list(batches), cores)
-        waiting = largest_first(loads, _size)
+        waiting = largest_first(_loads(list(batches), cores), _size)
         here = ray.get_runtime_context().get_node_id()
         running: dict[Any, _Load] = {}
+
+        def needs(load: _Load) -> dict[str, Any]:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            return needs_of(load, task, threads, nodes, self._max_memory)
+
+        def most(cores: int) -> int:
+            return 1 + _AHEAD * cores
+
+        # References in a list: one alone would be looked up anew for every task.
+        given = (self._key, [self._opening, setup])
+        advice = ". Is the memory of its nodes too small?"
+        tasks = _Tasks[_Load](ray, _do, given, needs, most, _called, advice)
         try:
-            while self._submit(waiting, running, given, task, threads):
-                ended, _ = ray.wait(list(running), timeout=_CHECKS_EVERY)
-                if not ended:
-                    self._say_if_no_node_is_left(running.values(), task, threads)
+            for found in tasks.answers(waiting, running, _CHECKS_EVERY):
+                if found is None:
+                    _warn_if_no_node_is_left(running.values(), needs)
                     continue
-                load = running.pop(ended[0])
-                answer = self._answer(ended[0], load)
+                load: _Load = found[0]
+                answer: _Answer = found[1]
                 if answer.counts is not None:
                     assert task.selections is not None
                     task.selections.absorb_counted(memoryview(answer.counts))
                 for done in answer.done:
                     if answer.node != here:
                         batch = dict(load)[done.index]
-                        check_there(done, batch, task, "another node", _pause)
+                        check_there(done, batch, task, "another node", partial(time.sleep, _WAIT))
                     yield _now(done, answer.ended)
         finally:
             self._end(running)
 
     def hashing(self, contents: Contents) -> Hashing:
-        """See `Executor.hashing`: by tasks, a file each."""
         return ClusterHashing(self._ray, self._key, self._opening, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
         del base
-        return read_on_cluster(self._ray, self._key, self._opening, sizes, file_check)
+        given = (self._key, [self._opening], file_check)
+        tasks: _Tasks[str] = _reading(self._ray, _read, given, "read '{}'".format, _CORES_A_FILE)
+        found = tasks.all(sizes)
+        return {name: found[name] for name in sizes}
 
     def close(self) -> None:
-        """See `Executor.close`: leave the cluster, unless this process was in it before."""
-        if self._joined:
+        if self._joined:  # else this process was in the cluster before
             self._ray.shutdown()
 
     def _end(self, running: Mapping[Any, _Load]) -> None:
@@ -284,72 +297,24 @@ class Cluster(Executor):
                     list(running), num_returns=len(running), timeout=_ENDING, fetch_local=False
                 )
 
-    def _submit(
-        self,
-        waiting: Iterator[_Load],
-        running: dict[Any, _Load],
-        given: list[Any],
-        task: Task,
-        threads: int,
-    ) -> bool:
-        """Give the cluster as much as keeps it busy; False: nothing is left to do or to wait for."""
-        most = 1 + _AHEAD * int(self._ray.cluster_resources().get("CPU", 1))
-        while len(running) < most and (load := next(waiting, None)) is not None:
-            needs = needs_of(load, task, threads, self._nodes(), self._max_memory)
-            function = self._ray.remote(_do).options(max_retries=_RETRIES, **needs)
-            # In a list: a reference alone would be looked up anew for every task.
-            running[function.remote(self._key, given, load)] = load
-        return bool(running)
 
-    def _say_if_no_node_is_left(self, loads: Iterable[_Load], task: Task, threads: int) -> None:
-        """Warn of a task that waits for a node that is lost; a cluster that grows may bring another."""
-        try:
-            nodes = self._nodes()
-            for load in loads:
-                needs_of(load, task, threads, nodes, self._max_memory)
-        except ResourceError as error:
-            warnings.warn(
-                f"{error}. The merge waits for a node that may; interrupted, it can be resumed",
-                stacklevel=1,
-            )
-
-    def _nodes(self) -> list[Mapping[str, float]]:
-        """What each node that is there has of every resource."""
-        return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-
-    def _answer(self, reference: Any, load: _Load) -> _Answer:
-        lost = self._ray.exceptions.RayError
-        try:
-            answer: _Answer | BaseException = self._ray.get(reference)
-        except lost as error:
-            names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in load[:3]))
-            raise ResourceError(
-                f"Ray could not do '{names}', which it tried {1 + _RETRIES} times "
-                f"({type(error).__name__}: {str(error).splitlines()[0]}). Is the memory of its nodes too "
-                "small?"
-            ) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+def _called(load: _Load) -> str:
+    names = ", ".join(dict.fromkeys(batch[0].tensor.name for _, batch in load[:3]))
+    return f"do '{names}'"
 
 
-@dataclass(frozen=True)
-class RayCluster:
-    """The nodes of a Ray cluster, which do the work of a run.
-
-    Attributes:
-        address: of the cluster, as `ray.init` takes it.
-        device: where its nodes compute.
-        client_holds: bytes that Ray takes in the process that gives out the work.
-    """
-
-    address: str
-    device: torch.device
-    client_holds: int = 256 * 2**20
-
-    def executor(self, opener: Opener, max_memory: int | None) -> Cluster:
-        """Return what gives its nodes the work."""
-        return Cluster(self.address, opener, max_memory)
+def _warn_if_no_node_is_left(
+    loads: Iterable[_Load], needs: Callable[[_Load], dict[str, Any]]
+) -> None:
+    """Warn of a task that waits for a node that is lost; a cluster that grows may bring another."""
+    try:
+        for load in loads:
+            needs(load)
+    except ResourceError as error:
+        warnings.warn(
+            f"{error}. The merge waits for a node that may; interrupted, it can be resumed",
+            stacklevel=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -390,12 +355,7 @@ def needs_of(
 ) -> dict[str, Any]:
     """Return what a node must have free for a load, as Ray's options of its task.
 
-    Args:
-        load: of the task.
-        task: what its items have in common.
-        threads: of an item that takes all cores.
-        nodes: what each node has of every resource.
-        max_memory: bytes that the process of a task may take; None: what its node has.
+    An item that takes all cores takes `threads`. `nodes` says what each node has of every resource.
     """
     largest = max((batch for _, batch in load), key=_memory)
     name = largest[0].tensor.name
@@ -462,10 +422,6 @@ def _size(load: _Load) -> int:
 
 def _memory(batch: Batch) -> int:
     return moved_together(batch) + max(item.workspace for item in batch)
-
-
-def _pause() -> None:
-    time.sleep(_WAIT)
 
 
 def _now(done: Done, ended: float) -> Done:

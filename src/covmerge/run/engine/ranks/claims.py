@@ -43,9 +43,7 @@ class Holding:
     def take_left(self, index: int, is_there: Callable[[str], bool]) -> bool:
         """Claim an item that nobody has, or whose holder is gone before it was done.
 
-        Args:
-            index: of the item.
-            is_there: whether the rank that has a holding, by its name, will do what it has claimed.
+        `is_there` says whether the rank that has a holding, by its name, will do what it has claimed.
         """
         # Looked up once: whose it is only changes when somebody takes it over.
         holder, before = self._holders.pop(index, None) or self._holder(index)

@@ -17,16 +17,8 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.executor import (
-    Batch,
-    Done,
-    Executor,
-    Task,
-    error_named,
-    moved_together,
-    own_first,
-)
-from covmerge.run.engine.hashing import Contents, FileCheck, Hashing
+from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together, own_first
+from covmerge.run.engine.hashing import Contents, Hashing, WeightsCheck
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
 from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
 from covmerge.run.engine.ranks.session import Session
@@ -71,13 +63,11 @@ class Ranks:
             raise
 
     def hashing(self, contents: Contents) -> Hashing:
-        """See `Executor.hashing`: by all ranks, a share each."""
         return SharedHashing(self._session, contents)
 
     def read_files(
-        self, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+        self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
-        """See `Executor.read_files`: by all ranks, a share each."""
         return lead_reading(self._session, sizes, file_check, base)
 
     def close(self) -> None:
@@ -90,7 +80,10 @@ class Ranks:
             # Closed by hand: an error here must not leave threads at work.
             with closing(self._inner.run(todo, stage.task)) as finished:
                 for done in finished:
-                    self._tell(stage, done)
+                    key = stage.batches[done.index][done.number].key
+                    entry = Entry(*key, done.checksum, done.stats)
+                    place = {"stage": stage.number, "index": done.index, "number": done.number}
+                    self._session.tell({**place, **entry.as_json()})
                     yield from stage.take(done)
                     self._session.ledgers.refresh_if_due()
                     yield from self._heard(stage)
@@ -121,13 +114,6 @@ class Ranks:
             todo = self._abandoned(stage, holding)
             self._session.wait()
 
-    def _tell(self, stage: _Stage, done: Done) -> None:
-        """Tell the others what this rank has written."""
-        key = stage.batches[done.index][done.number].key
-        entry = Entry(*key, done.checksum, done.stats)
-        place = {"stage": stage.number, "index": done.index, "number": done.number}
-        self._session.tell({**place, **entry.as_json()})
-
     def _claimed(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
         indexes = list(stage.batches)
@@ -141,10 +127,9 @@ class Ranks:
 
     def _abandoned(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items whose rank is gone before it had done them."""
+        will_do_it = partial(self._will_do_it, stage)
         for index, batch in stage.batches.items():
-            if index in stage.done:
-                continue
-            if holding.take_left(index, partial(self._will_do_it, stage)):
+            if index not in stage.done and holding.take_left(index, will_do_it):
                 self.done_here += 1
                 yield index, batch
 
@@ -159,9 +144,7 @@ class Ranks:
 
     def _heard(self, stage: _Stage) -> Iterator[Done]:
         """What other ranks say they have done."""
-        for who, record in self._session.ledgers.take(stage.number):
-            if "error" in record:
-                raise error_named(str(record["error"]), str(record.get("message")))
+        for who, record in self._session.heard(stage.number):
             try:
                 index, number = int(record["index"]), int(record["number"])
                 entry, item = Entry.from_json(record), stage.batches[index][number]
@@ -171,10 +154,8 @@ class Ranks:
                 raise CheckpointError(
                     f"the ledger of rank {who} in {self._session.folder} says what no rank does ({error})"
                 ) from error
-            if (index, number) in stage.handed_on:
-                continue
             done = Done(index, number, entry.checksum, entry.stats, ())
-            if self._session.leads:
+            if self._session.leads and (index, number) not in stage.handed_on:
                 wait = self._session.wait
                 check_there(done, stage.batches[index], stage.task, f"rank {who}", wait)
             yield from stage.take(done)
@@ -212,9 +193,6 @@ class _Stage:
     """One run over batches, as a rank sees it.
 
     Attributes:
-        number: of the run.
-        batches: by index.
-        task: what they need.
         handed_on: what has been handed on, as index and place in the batch.
         done: the batches of which all has been.
         holdings: how many this rank has had.

@@ -26,11 +26,7 @@ _MOST_AT_ONCE = 64 * 2**20  # bytes of a ledger that are read at a time
 class Ledger:
     """The file of this rank. It says every `beat` seconds that its process lives, until it is closed.
 
-    Args:
-        folder: of the session.
-        who: this rank.
-        beat: seconds.
-        others: read as often, however long this rank is busy with an item.
+    The ledgers of the others are read as often, however long this rank is busy with an item.
     """
 
     def __init__(self, folder: Path, who: str, beat: float, others: Ledgers) -> None:

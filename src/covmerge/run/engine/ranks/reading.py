@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Generic, TypeVar, cast
 
+from typing_extensions import Self
+
 from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, Pace
-from covmerge.run.engine.executor import error_named, own_first
+from covmerge.files.stores.store import Store
+from covmerge.run.engine.executor import own_first
 from covmerge.run.engine.hashing import (
     Contents,
-    FileCheck,
     Hashes,
+    WeightsCheck,
     files_at_once,
     in_order,
     to_share,
@@ -36,13 +39,8 @@ class Sharing(Generic[_Found]):
     All ranks have the same pieces. Each says in its ledger what it has found; what a rank had that is
     gone is done once more. A context manager, at whose end this rank stops.
 
-    Args:
-        session: what the ranks have in common.
-        stage: as claims and ledgers call it, beside the numbers of what executors run.
-        sizes: bytes of each piece, by name.
-        do: one of them; it is given a function to call now and then, which raises where all is over.
-        check: what another rank says it has found of a piece; ValueError: no rank finds that.
-        threads: that work at once.
+    `do` does a piece. It is given a function to call now and then, which raises where all is over. `check`
+    checks what another rank says it has found of a piece; ValueError: no rank finds that.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class Sharing(Generic[_Found]):
         self._threads = threads
         self._pool = ThreadPool(threads, f"covmerge-{stage}")
 
-    def __enter__(self) -> Sharing[_Found]:
+    def __enter__(self) -> Self:
         self._holding = self._session.holding(self._stage, 0)
         self._doing: list[Future[None]] = []
         try:
@@ -83,7 +81,7 @@ class Sharing(Generic[_Found]):
         self._stopped = True
         self._pool.shutdown()
 
-    def result(self) -> dict[str, _Found]:
+    def all_found(self) -> dict[str, _Found]:
         """Wait for all pieces, and return what was found of each, by name.
 
         Raises:
@@ -153,9 +151,7 @@ class Sharing(Generic[_Found]):
 
     def _hear(self) -> None:
         """Note what other ranks say they have found."""
-        for who, record in self._session.ledgers.take(self._stage):
-            if "error" in record:
-                raise error_named(str(record["error"]), str(record.get("message")))
+        for who, record in self._session.heard(self._stage):
             try:
                 index = self._names.index(record.get("of", ""))
                 found = self._check(self._names[index], record.get("found"))
@@ -189,7 +185,7 @@ _STAGE = "files"
 
 
 def lead_reading(
-    session: Session, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     """Let all ranks read the files, and return what was found; see `ReadFiles`.
 
@@ -200,33 +196,33 @@ def lead_reading(
     return _share(session, sizes, file_check, base)
 
 
-def help_reading(session: Session, check_of: Callable[[Any], FileCheck], base: Checkpoint) -> None:
-    """Wait for the one that leads to have all files written, and read a share of them.
+def help_reading(session: Session, store: Store, base: Checkpoint) -> None:
+    """Wait for the one that leads to have all files of the store written, and read a share of them.
 
     Raises:
         LeaderGoneError: it is all over.
         CovmergeError: as a rank raises over a file.
     """
     fields = cast("Mapping[str, Any]", session.stage(_STAGE))
-    _share(session, fields["sizes"], check_of(fields["look"]), base)
+    _share(session, fields["sizes"], WeightsCheck.from_json(store, fields["look"]), base)
 
 
 def _share(
-    session: Session, sizes: Mapping[str, int], file_check: FileCheck, base: Checkpoint
+    session: Session, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
 ) -> Mapping[str, Json]:
     threads = files_at_once(len(sizes), session.rank.local)
 
     def do(name: str, _: Pace) -> Json:
         return file_check(base, name)
 
-    with Sharing(session, _STAGE, sizes, do, file_check.check, threads) as sharing:
-        return sharing.result()
+    with Sharing[Json](session, _STAGE, sizes, do, file_check.check, threads) as sharing:
+        return sharing.all_found()
 
 
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-class SharedHashing:
+class SharedHashing(Sharing[str]):
     """Hashes of which each rank takes its share, while all merge; see `Sharing`.
 
     What costs no reading (commits, versions) the one that leads looks at itself, in the end.
@@ -238,25 +234,13 @@ class SharedHashing:
         sizes = {name: content.size for name, (_, content) in self._shared.items()}
         # As many for each machine as one process alone has.
         threads = max(1, len(contents) // max(1, session.rank.local))
-        self._sharing = Sharing(session, "hashes", sizes, self._hash, _checked, threads)
-
-    def __enter__(self) -> SharedHashing:
-        self._sharing.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._sharing.__exit__(*error)
+        super().__init__(session, "hashes", sizes, self._hash, _checked, threads)
 
     def follow(self, share: float) -> None:
         """See `Hashing`; ranks do not wait for their readers, as they come to files in any order."""
 
     def result(self) -> Hashes:
-        """See `Hashing`.
-
-        Raises:
-            LeaderGoneError: the rank that leads is gone.
-        """
-        hashes = self._sharing.result()
+        hashes = self.all_found()
         found = {(key, one.name): hashes[name] for name, (key, one) in self._shared.items()}
         return in_order(self._contents, found)
 

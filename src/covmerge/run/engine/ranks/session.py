@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -28,7 +28,7 @@ from covmerge.base.version import __version__
 from covmerge.files.checkpoints.journal import Entry, check_seal, parsed, sealed
 from covmerge.files.stores.disk import disk_errors, replace_file
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.executor import named_error
+from covmerge.run.engine.executor import error_named, named_error
 from covmerge.run.engine.ranks.claims import Holding
 from covmerge.run.engine.ranks.ledger import Ledger, Ledgers
 from covmerge.run.engine.ranks.rank import Rank
@@ -45,18 +45,13 @@ class LeaderGoneError(Exception):
 
 
 class Session:
-    """A rank's part in what all do while one of them leads; a context manager.
+    """A rank's part in what all do while one of them leads (None: this rank); a context manager.
 
-    Args:
-        folder: of the session.
-        rank: this one.
-        patience: seconds for which a rank that is not heard of is taken to be there.
-        leader: who leads; None: this rank.
+    A rank that is not heard of is taken to be there for seconds of `patience`.
 
     Attributes:
         who: this rank, as no other one is called, before or after.
         leads: whether it is this rank that begins, keeps the journal and publishes.
-        ledgers: of all ranks.
 
     Raises (on entering the context):
         LeaderGoneError: the folder is gone.
@@ -91,12 +86,8 @@ class Session:
 
     def begin(self, plan: str, threads: int) -> None:
         """Let the others in: the output's files are there."""
-        record = {
-            "plan": plan,
-            "covmerge": __version__,
-            "leader": self.who,
-            "threads": threads,
-        }
+        versions = {"plan": plan, "covmerge": __version__}
+        record = {**versions, "leader": self.who, "threads": threads}
         replace_file(self.folder / _PLAN, sealed(record, _PLAN))
 
     def tell(self, record: Mapping[str, Json]) -> None:
@@ -150,6 +141,13 @@ class Session:
         except (CovmergeError, OSError):
             self.check()
             raise
+
+    def heard(self, stage: int | str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what ranks say of a stage, each with who says it; raise the error that one tells."""
+        for who, record in self.ledgers.take(stage):
+            if "error" in record:
+                raise error_named(str(record["error"]), str(record.get("message")))
+            yield who, record
 
     def wait(self) -> None:
         """Wait a moment for others, and read what they have done.
@@ -218,15 +216,10 @@ class Gathering:
     def join(
         self, plan: str, ended: Callable[[], bool], patience: float
     ) -> tuple[Session, int] | None:
-        """Join the ranks that are at work, and wait for them if there are none yet.
+        """Join the ranks that are at work, and wait for one that leads if there are none yet.
 
-        Args:
-            plan: the digest of what this rank would do.
-            ended: whether the merge is over.
-            patience: seconds to wait for a rank that leads.
-
-        Returns:
-            The session, and the number of threads that all compute with; None: it is over.
+        `plan` is the digest of what this rank would do. Return the session, and the number of threads that
+        all compute with; None: the merge has ended.
 
         Raises:
             InputError: nobody leads, or those at work merge something else.
