@@ -12,10 +12,10 @@ from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.viewer import ViewJob
 from covmerge.front.viewer.scene import fixed_part
-from covmerge.maths.measures.sums import kept
 from covmerge.plan.recipe import parse_recipe
 from tests.cli.runs import covmerge
 from tests.e2e.models import build, save_family
+from tests.measures.test_quadratics import kept
 from tests.report.merges import checkpoints
 
 # transformers' own, when PEFT wraps a model.

@@ -68,23 +68,13 @@ class Covariance:
         if self.mean is None:
             return whole
         rows = len(self.update) if self.ones is None else norm(self.ones) ** 2
-        rest = what_centring_leaves(whole, rows * norm(self.mean) ** 2)
-        return norm(self.root()) ** 2 if rest is None else rest
+        rest = whole - rows * norm(self.mean) ** 2
+        # A difference as small as its rounding error tells nothing.
+        return rest if rest > _NOT_ROUNDING * whole else norm(self.root()) ** 2
 
     def times(self, factor: float) -> Covariance:
         """Return factor · C."""
         return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
-
-
-def what_centring_leaves(whole: float, taken: float) -> float | None:
-    """Return ‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖² without R; None if the difference is as small as its rounding error.
-
-    Example:
-        >>> what_centring_leaves(4.0, 1.0), what_centring_leaves(4.0, 3.99)
-        (3.0, None)
-    """
-    rest = whole - taken
-    return rest if rest > _NOT_ROUNDING * whole else None
 
 
 def gram(update: Tensor) -> Covariance:

@@ -258,22 +258,6 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
     return found
 
 
-def kept(form: Tensor, expert: int, weights: Tensor) -> float:
-    """Return the share of an expert that a weighted sum keeps, 2 (Q_s w)_s − wᵀ Q_s w.
-
-    Args:
-        form: Q_s `(T, T)`.
-        expert: s, an index.
-        weights: w `(T,)`, of the dtype of Q_s.
-
-    Example:
-        >>> kept(torch.tensor([[1.0, 0.5], [0.5, 0.25]]), 0, torch.tensor([0.5, 0.0]))
-        0.75
-    """
-    image = form @ weights
-    return float(2.0 * image[expert] - weights @ image)
-
-
 def _form(units: Sequence[Update], expert: Update) -> Tensor:
     """Return Tr[Δ_t Ĉ_s Δ_uᵀ] for all t and u, computed on the smaller side of Δ_s."""
     if isinstance(expert, LowRank):  # Ĉ = Aᵀ(BᵀB)A
