@@ -27,7 +27,7 @@ from covmerge.front import api
 from covmerge.front.cli.console import print_json, printable, say, say_all, stderr, stdout
 from covmerge.front.cli.machine import measure_speed
 from covmerge.front.cli.progress import BytesProgress
-from covmerge.front.cli.show import plan_summary, show_adapter, show_plan, show_result
+from covmerge.front.cli.show import plan_summary, show_plan, show_result
 from covmerge.front.reporting import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.plan.recipe import Recipe, differing, dump_recipe, format_size
 from covmerge.run.engine.options import RunOptions
@@ -100,8 +100,7 @@ def merge_to(
         return
     run = _cost(result, options, wall_seconds=time.perf_counter() - start)
     if not as_json:
-        show = show_adapter if recipe.output.format == "adapter" else show_result
-        show(stdout(), result, run, verbose=verbose)
+        show_result(stdout(), result, run, verbose=verbose)
     page = _write_page(result, out, options) if report else None
     if as_json:
         print_json({**_summary(result, run), **({} if page is None else {"report": str(page)})})

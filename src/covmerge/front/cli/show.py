@@ -146,8 +146,9 @@ def show_result(
     report = cast("Verification", result.verification)
     stats = result.stats
     totals = stats["totals"]
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(report.folder))}", soft_wrap=True)
-    if verbose:
+    out, is_adapter = report.folder, result.recipe.output.format == "adapter"
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
+    if verbose and not is_adapter:
         rules = table("role", "rule", "tensors", right=("tensors",))
         for row in totals["by_rule"]:
             rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
@@ -159,13 +160,20 @@ def show_result(
             [
                 ("taken", _taken(result)),
                 *_resumed(run),
+                *(_factors(result, verbose=verbose) if is_adapter else ()),
                 *_heads(stats["heads"]),
                 *_remarks(result),
                 *(_details(result, run) if verbose else ()),
             ]
         )
     )
-    _show_next(console, result, _next_commands(report.folder))
+    console.print("\nNext:")
+    for command in _load_adapter(result, out) if is_adapter else _next_commands(out):
+        console.print(f"  {printable(command)}", soft_wrap=True)
+    score = score_command(dump_recipe(result.recipe), str(out))
+    if score is not None:
+        console.print("How good it is, only a score tells. Score it beside other methods:")
+        console.print(f"  {printable(score)}", soft_wrap=True)
 
 
 def _taken(result: MergeResult) -> str:
@@ -228,18 +236,6 @@ def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -> None:
-    """Print commands to load the model, to verify it again, and to compare its score with other methods."""
-    console.print("\nNext:")
-    for line in commands:
-        console.print(f"  {line}", soft_wrap=True)
-    folder = cast("Verification", result.verification).folder
-    score = score_command(dump_recipe(result.recipe), str(folder))
-    if score is not None:
-        console.print("How good it is, only a score tells. Score it beside other methods:")
-        console.print(f"  {printable(score)}", soft_wrap=True)
-
-
 def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     """Print the update's loss from rounding to a quantised format; of many layers only the worst."""
     ordered = sorted(layers, key=lambda layer: -layer.get("lost", 0.0))
@@ -257,30 +253,6 @@ def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     console.print(
         f"{text}{f'; {more} layers with less noise are in covmerge.json' if more else ''}"
     )
-
-
-def show_adapter(
-    console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
-) -> None:
-    """Print the result of merging adapters into one; arguments as in `show_result`."""
-    out = cast("Verification", result.verification).folder
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
-    console.print(
-        facts(
-            [
-                ("taken", _taken(result)),
-                *_resumed(run),
-                *_factors(result, verbose=verbose),
-                *_heads(result.stats["heads"]),
-                *_remarks(result),
-                *(_details(result, run) if verbose else ()),
-            ]
-        )
-    )
-    loads = "PeftModel.from_pretrained(base, {})"
-    if result.recipe.output.names != PEFT_FORM:
-        loads = "pipe.load_lora_weights({})"
-    _show_next(console, result, [printable(loads.format(json.dumps(str(out))))])
 
 
 def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
@@ -419,6 +391,13 @@ def _workers(count: int, why: str) -> str:
     return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
 
 
+def _load_adapter(result: MergeResult, out: Path | Store) -> list[str]:
+    where = json.dumps(str(out))
+    if result.recipe.output.names == PEFT_FORM:
+        return [f"PeftModel.from_pretrained(base, {where})"]
+    return [f"pipe.load_lora_weights({where})"]
+
+
 def _next_commands(out: Path | Store) -> list[str]:
     commands = [f"covmerge verify {shlex.quote(str(out))}"]
     if isinstance(out, Path) and (out / MODULES).is_file():
@@ -432,4 +411,4 @@ def _next_commands(out: Path | Store) -> list[str]:
         library, loader = ("diffusers", part) if part else ("transformers", named)
         load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")
-    return [printable(command) for command in commands]
+    return commands

@@ -17,8 +17,8 @@ from covmerge.maths.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.maths.linalg.spectral import (
     EXACT,
     float64_gram,
-    nuclear_norm,
     numerical_rank,
+    singular_values,
     truncated_svd,
 )
 from covmerge.maths.linalg.symmetric import half, times_lower
@@ -68,7 +68,7 @@ class Metric:
     def of(cls, covariance: Tensor) -> Metric:
         """Return the metric of a covariance of any scale except 0."""
         whole = covariance.to(torch.float64, copy=True)
-        mean = mean_of(whole)
+        mean = float(whole.diagonal().mean())  # of the eigenvalues
         return cls(whole.div_(mean), sqrt(mean))
 
     @cached_property
@@ -124,7 +124,7 @@ class Metric:
         """Return Σσ of ΔC^½."""
         if update.dtype != torch.float64 and len(update) <= update.shape[1]:
             return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
-        return nuclear_norm(self._weighted(update))
+        return float(singular_values(self._weighted(update)).sum())
 
     def _outputs(self, update: Tensor) -> Tensor:
         """Return ΔCΔᵀ `(d_out, d_out)`, float64."""
@@ -139,11 +139,6 @@ class Metric:
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))
-
-
-def mean_of(inputs: Tensor) -> float:
-    """Return the mean eigenvalue of C."""
-    return float(inputs.diagonal().to(torch.float64).mean())
 
 
 def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:

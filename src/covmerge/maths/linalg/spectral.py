@@ -90,7 +90,8 @@ class LeadingDirections:
 
     def within(self, errors: Tensor) -> int:
         """Return how many directions `errors` `(d_in,)` may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
-        return int((self.leading.square() <= _made(self.right, errors)).sum())
+        made = self.right.double().square() @ errors.square()
+        return int((self.leading.square() <= made).sum())
 
 
 def rank_tolerance(
@@ -195,23 +196,20 @@ def numerical_rank(
     if not sigma.numel():
         return 0, 0.0
     end = max(rtol * (float(sigma[0]) if scale is None else scale), rounding.floor)
-    if end < rounding.edge and only_rounding(sigma, shape, rounding):
-        end = rounding.edge
+    if end < rounding.edge:
+        below = sigma[sigma <= rounding.edge]
+        energy, rank = float(below.square().sum()), len(sigma) - len(below)
+        if energy_of_rounding(energy, rank, shape, rounding):
+            end = rounding.edge
     return int((sigma > end).sum()), end
 
 
-def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Return whether the singular values below the edge of rounding are no more than rounding.
-
-    If r directions are not rounding, they leave the share (1 − r/d_out)(1 − r/d_in) of the energy of errors
-    in d_out × d_in entries.
-    """
-    below = sigma[sigma <= rounding.edge]
-    return energy_of_rounding(float(below.square().sum()), len(sigma) - len(below), shape, rounding)
-
-
 def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Return whether the energy beyond `rank` directions of a matrix is no more than that of rounding."""
+    """Return whether the energy beyond `rank` directions of a matrix is no more than that of rounding.
+
+    Errors in d_out × d_in entries leave the share (1 − r/d_out)(1 − r/d_in) of their energy beyond r
+    directions.
+    """
     share = max(0.0, 1.0 - rank / shape[0]) * max(0.0, 1.0 - rank / shape[1])
     return energy <= _MOSTLY * share * (rounding.energy + rounding.before)
 
@@ -297,8 +295,7 @@ def leading_svd(
         ([3.0], [[1.0, 0.0, 0.0]])
     """
     wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
-    d_out, d_in = matrix.shape
-    choice = leading_choice(d_out, d_in, k, matrix.dtype.itemsize, matrix.device.type)
+    choice = leading_choice(*matrix.shape, k, matrix.dtype.itemsize, matrix.device.type)
     if choice.taken != "refined":
         return _truncated(matrix, wanted)
     gram = float64_gram(wide_of(matrix))
@@ -307,8 +304,7 @@ def leading_svd(
 
 
 def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
-    d_out, d_in = matrix.shape
-    if spectrum_choice(d_out, d_in, wanted.k, matrix.dtype.itemsize).taken != "svd":
+    if spectrum_choice(*matrix.shape, wanted.k, matrix.dtype.itemsize).taken != "svd":
         return _of_gram(matrix, float64_gram(wide_of(matrix)), wanted)
     left, sigma, right = svd(matrix)
     k, rank, end = wanted.of(sigma)
@@ -385,26 +381,11 @@ def leading_directions(
         top = truncated_svd(matrix.double(), k, rtol=rtol)
     left, right, sigma, rank = top.left, top.right, top.leading, top.rank
     if errors is not None:
-        known = sigma.square() > _made(right, errors)
+        known = sigma.square() > right.double().square() @ errors.square()
         left, right, sigma = left[:, known], right[known], sigma[known]
         rank -= int((~known).sum())
     isometry = (left @ right).to(matrix.dtype)
     return LeadingDirections(isometry, top.sigma, len(right), rank, sigma, right)
-
-
-def _made(right: Tensor, errors: Tensor) -> Tensor:
-    """Return Σ_j v_ij² errors_j², float64."""
-    return right.double().square() @ errors.square()
-
-
-def nuclear_norm(matrix: Tensor) -> float:
-    """Return the sum of the singular values of a matrix `(d_out, d_in)`.
-
-    Example:
-        >>> nuclear_norm(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
-        5.0
-    """
-    return float(singular_values(matrix).sum())
 
 
 def singular_values(matrix: Tensor) -> Tensor:
