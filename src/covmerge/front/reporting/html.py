@@ -8,12 +8,13 @@ from covmerge.base.text import printable
 from covmerge.base.version import __version__
 from covmerge.front.reporting import page, tables
 from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.pictures import cost_pictures, pictures
 from covmerge.front.reporting.style import COLOURS, needed_for_reports, number
 
 with needed_for_reports():
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
+
+    from covmerge.front.reporting.pictures import cost_pictures, pictures
 
 
 def render(report: Report) -> str:

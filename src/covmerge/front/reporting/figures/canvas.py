@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from covmerge.base.errors import InputError
 from covmerge.front.reporting.grid import Panel
-from covmerge.front.reporting.style import INK, MUTED, PAPER, needed_for_reports, shorten
-
-with needed_for_reports():
-    import matplotlib
-    from matplotlib.figure import Figure
+from covmerge.front.reporting.style import INK, MUTED, PAPER, shorten
 
 # matplotlib's annotations are partial.
 _matplotlib: Any = matplotlib
@@ -55,6 +54,7 @@ _STYLE = {
     "legend.fontsize": NORMAL,
     "lines.linewidth": 1.2,
     "svg.fonttype": "none",
+    "svg.hashsalt": "covmerge",  # so that a figure always has the same ids
 }
 
 
