@@ -36,6 +36,7 @@ from covmerge.run.verification import Verification
 _LAYERS = 12  # in a table by layer
 _EXACT = 1e-12  # share of an update's energy that is lost to rounding, not to the rank
 _LOSS = 0.01  # share of the update's norm: a larger loss to rounding is always shown
+_FAILS = "a piece of the merge was tried for this, and the merge will fail as it did"
 NOTE, WARNING = "note", "warning"  # labels of facts that readers should not miss
 _STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
 
@@ -92,7 +93,7 @@ def show_plan(
                 ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
                 ("disk", _disk(plan, room)),
                 ("time", _time(plan, speed)),
-                *([(WARNING, _failed(speed))] if speed.problem else []),
+                *([(WARNING, f"{_FAILS}: {speed.problem}")] if speed.problem else []),
                 *((NOTE, note) for note in plan.notes),
             ]
         )
@@ -135,13 +136,9 @@ def plan_summary(
 def show_result(
     console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
 ) -> None:
-    """Print how tensors were merged and why, what to check, and what to do next.
+    """Print how tensors were merged to disk and why, what to check, and what to do next.
 
-    Args:
-        console: where to print.
-        result: result of a merge to disk.
-        run: the cost of the merge, as in the JSON summary.
-        verbose: also print rules by role, the method's diagnostics, time, memory and checks.
+    `run` is the cost of the merge, as in the JSON summary.
     """
     report = cast("Verification", result.verification)
     stats = result.stats
@@ -155,11 +152,12 @@ def show_result(
         console.print(rules)
     if "quantised" in totals:
         show_losses(console, totals["quantised"]["layers"])
+    resumed = f"{run['resumed_items']} of {run['items']} items were done by an earlier run"
     console.print(
         facts(
             [
                 ("taken", _taken(result)),
-                *_resumed(run),
+                *([("resumed", resumed)] if run["resumed_items"] else []),
                 *(_factors(result, verbose=verbose) if is_adapter else ()),
                 *_heads(stats["heads"]),
                 *_remarks(result),
@@ -186,14 +184,10 @@ def _taken(result: MergeResult) -> str:
     ordered = sorted(counts.items(), key=lambda item: (item[0] != method, -item[1]))
     named = {"base": "the base's own"}
     shown = ", ".join(f"{named.get(r, r)} for {counted(c, 'tensor')}" for r, c in ordered)
-    why = _why(result.notes)
-    return f"{shown}{f'. No method is named: {why}' if why else ''}"
-
-
-def _why(notes: Sequence[str]) -> str | None:
-    return next(
-        (note.removeprefix(UNNAMED_NOTE) for note in notes if note.startswith(UNNAMED_NOTE)), None
-    )
+    why = [
+        note.removeprefix(UNNAMED_NOTE) for note in result.notes if note.startswith(UNNAMED_NOTE)
+    ]
+    return f"{shown}. No method is named: {why[0]}" if why else shown
 
 
 def _remarks(result: MergeResult) -> list[tuple[str, str]]:
@@ -363,10 +357,6 @@ def _time(plan: Plan, speed: Speed) -> str:
     return f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}{busy}"
 
 
-def _failed(speed: Speed) -> str:
-    return f"a piece of the merge was tried for this, and the merge will fail as it did: {speed.problem}"
-
-
 def _run(run: Mapping[str, Any]) -> str:
     return (
         f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
@@ -374,13 +364,6 @@ def _run(run: Mapping[str, Any]) -> str:
         f"overlapping; {counted(run['threads'], 'thread')} on {run['device']}; "
         f"{format_seconds(run['wall_seconds'])} with planning and checks"
         + _workers(run.get("workers", 1), run.get("workers_because", ""))
-    )
-
-
-def _resumed(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    resumed, items = run["resumed_items"], run["items"]
-    return (
-        [("resumed", f"{resumed} of {items} items were done by an earlier run")] if resumed else []
     )
 
 

@@ -21,7 +21,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, re
 from covmerge.files.stores.disk import replace_file
 from covmerge.front.reporting.job import check_place
 from covmerge.front.reporting.style import COLOURS
-from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of
+from covmerge.front.viewer.scene import Scene
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, open_merged
@@ -164,15 +164,3 @@ def _colours() -> str:
         f":root {{ color-scheme: light; {light} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}\n"
     )
-
-
-__all__ = [
-    "FILE_NAME",
-    "Choice",
-    "Group",
-    "Scene",
-    "ViewJob",
-    "check_page",
-    "choice_of",
-    "write_html",
-]

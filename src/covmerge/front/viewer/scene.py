@@ -82,13 +82,7 @@ def choice_of(recipe: Recipe) -> Choice | None:
 
 
 def fixed_part(recipe: Recipe, base: str) -> dict[str, Json]:
-    """Return the fields that all recipes of the page share: all but experts, method and parameters.
-
-    Args:
-        recipe: the inspected recipe; its dtype, its output, and the tensors that it takes from the
-            base are kept.
-        base: path or name of the base, valid for a recipe in any folder.
-    """
+    """Return the fields that all recipes of the page share: all but experts, method and parameters."""
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {
         "base": base,
@@ -177,6 +171,10 @@ def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 _DIGITS = 9  # significant digits; float32 products have seven
+_OF_ADAPTERS = Finding(
+    Severity.WARNING,
+    "the share that is kept of adapters does not tell how good a merge is: only a score does",
+)
 
 
 @dataclass(frozen=True)
@@ -198,22 +196,11 @@ class Scene:
     sources: Mapping[str, str]
     merged: str | None = None
 
-    @property
-    def exact(self) -> bool:
-        """Whether the recipe is a weighted sum that the page shows exactly."""
-        return choice_of(self.recipe) is not None
-
-    @property
-    def start(self) -> Choice:
-        """The recipe's own weights, or the mean of the experts."""
-        found = choice_of(self.recipe)
-        if found is not None:
-            return found
-        return Choice(method="average", weights=dict.fromkeys(self.inspection.compared, 1.0))
-
     def as_json(self) -> dict[str, Json]:
         """Return the whole scene for the page; names from checkpoints are plain text, not markup."""
         inspection, merged = self.inspection, self.merged
+        exact = choice_of(self.recipe)  # else the page begins with the mean of the experts
+        start = exact or Choice("average", dict.fromkeys(inspection.compared, 1.0))
         columns = [*inspection.compared, *([] if merged is None else [merged])]
         layers = inspection.matrices
         shown = panels((layer.name, number) for number, layer in enumerate(layers))
@@ -221,12 +208,12 @@ class Scene:
             "title": printable(self.title),
             "version": __version__,
             "method": self.recipe.method,
-            "exact": self.exact,
+            "exact": exact is not None,
             "experts": list(inspection.compared),
             "columns": columns,
             "merged": merged,
             "movable": merged in self.sources,
-            "start": asdict(self.start),
+            "start": asdict(start),
             "recipe": fixed_part(self.recipe, self.sources[""]),
             "sources": [[name, source] for name, source in self.sources.items() if name],
             "layers": [_layer(layer) for layer in layers],
@@ -245,17 +232,10 @@ class Scene:
             "caveats": list(self._caveats()),
             "findings": [
                 {"severity": str(f.severity), "who": f.expert or "", "text": printable(f.text)}
-                for f in (*inspection.findings, *self._of_adapters())
+                for f in (*inspection.findings, *([_OF_ADAPTERS] if inspection.adapters else []))
                 if f.severity is not Severity.NOTE
             ],
         }
-
-    def _of_adapters(self) -> Sequence[Finding]:
-        """Return a warning, if the experts are adapters, on the limits of the numbers."""
-        if not self.inspection.adapters:
-            return []
-        text = "the share that is kept of adapters does not tell how good a merge is: only a score does"
-        return [Finding(Severity.WARNING, text)]
 
     def _caveats(self) -> Sequence[str]:
         """Return the limits of the numbers for this recipe."""
@@ -282,8 +262,13 @@ class Scene:
 
 
 def _layer(layer: LayerView) -> dict[str, Json]:
-    forms = [layer.quadratics[name] for name in layer.experts]
-    return {**_named(layer), "forms": [None if form is None else _triangle(form) for form in forms]}
+    forms = (layer.quadratics[name] for name in layer.experts)
+    # Q_s is symmetric: its lower half is enough.
+    halves: list[Json] = [
+        form and [[_short(value) for value in row[: t + 1]] for t, row in enumerate(form)]
+        for form in forms
+    ]
+    return {**_named(layer), "forms": halves}
 
 
 def _named(layer: LayerView) -> dict[str, Json]:
@@ -296,11 +281,6 @@ def _named(layer: LayerView) -> dict[str, Json]:
         "role": layer.role,
         "place": place,
     }
-
-
-def _triangle(form: Sequence[Sequence[float]]) -> list[Json]:
-    """Return the lower half of Q_s, which is symmetric."""
-    return [[_short(value) for value in row[: t + 1]] for t, row in enumerate(form)]
 
 
 def _short(value: Any) -> float:
