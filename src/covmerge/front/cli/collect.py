@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from covmerge.base.errors import InputError
+from covmerge.base.sizes import format_size
 from covmerge.front.cli import options
-from covmerge.front.cli.console import format_seconds, print_json, printable, say, stderr, stdout
+from covmerge.front.cli.console import (
+    format_seconds,
+    print_json,
+    printable,
+    say,
+    stderr,
+    stdout,
+    table,
+)
 
 if TYPE_CHECKING:
     from covmerge.plan.statistics import Collected, Generated
@@ -217,9 +226,6 @@ def _summary(file: Collected) -> dict[str, Any]:
 
 
 def _show(file: Collected) -> None:
-    from covmerge.front.cli.show import table
-    from covmerge.plan.recipe import format_size
-
     rows = table("file", "kind", "layers", "rows", "size", "time", right=("layers", "rows"))
     for kind, count in file.tensors.items():
         fewest, most = file.rows[kind]

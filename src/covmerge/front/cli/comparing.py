@@ -13,16 +13,19 @@ from rich.table import Table
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import counted
 from covmerge.front.cli.console import (
+    NOTE,
+    WARNING,
     check_one_form,
+    facts,
     format_seconds,
     print_csv,
     print_json,
     printable,
     say,
     stdout,
+    table,
 )
 from covmerge.front.cli.progress import scoring_shown
-from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe import format_size
 from covmerge.run.comparison import CompareJob, Comparison
 from covmerge.run.scoring.table import (

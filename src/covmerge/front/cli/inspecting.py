@@ -20,13 +20,14 @@ from covmerge.files.checkpoints.manifest import read_manifest
 from covmerge.files.stores.address import local_path
 from covmerge.front.cli.console import (
     check_one_form,
+    facts,
     format_seconds,
     print_csv,
     print_json,
     printable,
     stdout,
+    table,
 )
-from covmerge.front.cli.show import facts, table
 from covmerge.front.reporting import FILE_NAME, Report, ReportJob, check_page, write_html
 from covmerge.front.reporting.page import summary
 from covmerge.maths.covariance.estimate import Statistic

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covmerge.front.cli import options
-from covmerge.front.cli.console import print_json, printable, say, stdout
+from covmerge.front.cli.console import print_json, printable, say, stdout, table
 
 if TYPE_CHECKING:
     from covmerge.run.verification import Verification
@@ -53,8 +53,6 @@ def verify(
 
 
 def _show(report: Verification) -> None:
-    from covmerge.front.cli.show import table
-
     checks = table("check", "result", "detail")
     for check in report.checks:
         checks.add_row(

@@ -8,9 +8,17 @@ from rich.console import Console
 
 from covmerge.base.text import counted
 from covmerge.front.cli.comparing import show_scores
-from covmerge.front.cli.console import check_one_form, print_csv, print_json, stdout
+from covmerge.front.cli.console import (
+    NOTE,
+    WARNING,
+    check_one_form,
+    facts,
+    print_csv,
+    print_json,
+    stdout,
+    table,
+)
 from covmerge.front.cli.progress import scoring_shown
-from covmerge.front.cli.show import NOTE, WARNING, facts, table
 from covmerge.plan.recipe.search import Value
 from covmerge.run.scoring.table import ScoreTable, written
 from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT, SearchJob

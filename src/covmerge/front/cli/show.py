@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from covmerge.base.settings import UNNAMED_NOTE
 from covmerge.base.text import counted, some, spread
@@ -20,7 +18,15 @@ from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.modules import MODULES
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store
-from covmerge.front.cli.console import format_flops, format_seconds, printable
+from covmerge.front.cli.console import (
+    NOTE,
+    WARNING,
+    facts,
+    format_flops,
+    format_seconds,
+    printable,
+    table,
+)
 from covmerge.front.cli.machine import Speed
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
@@ -37,30 +43,6 @@ _LAYERS = 12  # in a table by layer
 _EXACT = 1e-12  # share of an update's energy that is lost to rounding, not to the rank
 _LOSS = 0.01  # share of the update's norm: a larger loss to rounding is always shown
 _FAILS = "a piece of the merge was tried for this, and the merge will fail as it did"
-NOTE, WARNING = "note", "warning"  # labels of facts that readers should not miss
-_STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
-
-
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table; the columns named in `right` hold numbers."""
-    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
-        empty.add_column(
-            column,
-            justify="right" if column in right else "left",
-            overflow="fold",  # users look up full names
-        )
-    return empty
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of labels, each with its text."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in pairs:
-        grid.add_row(label, printable(text), style=_STYLES.get(label))
-    return grid
 
 
 def show_plan(
