@@ -96,8 +96,6 @@ def merge(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: not by itself; see each method.
-
     Example:
         >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
@@ -154,8 +152,6 @@ def extract(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: nowhere; it has none.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> import torch
@@ -209,8 +205,6 @@ def compare(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: not by itself; see each method.
-
     Example:
         >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
@@ -259,8 +253,6 @@ def search(
         InputError: anything wrong with the inputs.
         CheckFailed: nothing could be scored.
 
-    Departs from the paper: nowhere; it has none.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> import torch
@@ -304,7 +296,7 @@ def inspect(
     """Analyse experts before merging: do they fit, what did they change, where do they conflict?
 
     Reads every tensor once, in bounded memory, and merges nothing. If something cannot be merged,
-    this is a finding of the result, not an error.
+    this is a finding of the result, not an error. γ is that of ACE (Eq. 7).
 
     Args:
         base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
@@ -316,8 +308,6 @@ def inspect(
 
     Raises:
         InputError: a source that cannot be opened.
-
-    Departs from the paper: not by itself; γ is that of ACE (Eq. 7).
 
     Example:
         >>> import torch
@@ -353,8 +343,6 @@ def report(
 
     Raises:
         InputError: the folder is not an output of covmerge, or a source no longer exists.
-
-    Departs from the paper: not by itself.
     """
     _check_known("report", RunKeywords, options)
     job = ReportJob(

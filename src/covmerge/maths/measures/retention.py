@@ -57,7 +57,7 @@ def along(share: float) -> float:
     Args:
         share: ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖².
 
-    Departs from the paper: there is no paper; docs/auto-log.md, experiment 13, says how it was found.
+    docs/auto-log.md, experiment 13, says how it was found.
 
     Example:
         >>> along(1.0), along(0.5), along(0.0), along(2.0)
@@ -85,8 +85,6 @@ def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> flo
 
     Returns:
         At most 1; None if the expert did not change the layer.
-
-    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
 
     Example:
         >>> import torch

@@ -232,8 +232,6 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
     Returns:
         Q_s of each expert; None for an expert that did not change the layer.
 
-    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
-
     Example:
         >>> one, two = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]])
         >>> [found] = quadratics([one, two], 1)
