@@ -102,10 +102,6 @@ def caller_now() -> Caller:
 class Hint:
     """A setting and its value; its text is a flag, a recipe key or a Python argument.
 
-    Attributes:
-        setting: its name as an argument in Python.
-        value: the value to set; None: no particular value.
-
     Example:
         >>> hint = Hint("out_dtype", "float32")
         >>> for caller in ("flags", "recipe", "python"):
@@ -116,8 +112,8 @@ class Hint:
         out_dtype="float32"
     """
 
-    setting: str
-    value: Value = None
+    setting: str  # its name as an argument in Python
+    value: Value = None  # the value to set; None: no particular value
 
     def __str__(self) -> str:
         value = True if self.value is None and self.setting in SWITCHES else self.value

@@ -23,15 +23,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers. The first column names what each row is about.
+    """Rows of numbers. The first column names what each row is about."""
 
-    Attributes:
-        columns: headings, with units.
-        rows: rows with a cell for each column; None: there is no number.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    columns: tuple[str, ...]  # headings, with units
+    rows: tuple[tuple[Cell, ...], ...]  # rows with a cell for each column; None: there is no number
 
     def csv(self) -> str:
         """Return comma-separated values under one line of headings: numbers in full, missing ones empty.

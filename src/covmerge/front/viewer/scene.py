@@ -30,17 +30,11 @@ Method = Literal["task_arithmetic", "average"]
 
 @dataclass(frozen=True)
 class Group:
-    """A group of tensors with weights of their own.
+    """A group of tensors with weights of their own."""
 
-    Attributes:
-        patterns: patterns of their names, as in a recipe's `by_name`.
-        weights: weights by expert.
-        scale: scale of the sum.
-    """
-
-    patterns: tuple[str, ...]
-    weights: Mapping[str, float]
-    scale: float = 1.0
+    patterns: tuple[str, ...]  # patterns of their names, as in a recipe's `by_name`
+    weights: Mapping[str, float]  # weights by expert
+    scale: float = 1.0  # scale of the sum
 
 
 @dataclass(frozen=True)

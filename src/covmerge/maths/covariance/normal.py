@@ -26,19 +26,12 @@ from covmerge.maths.linalg.symmetric import add_gram_, gram, mirror_
 
 @dataclass(frozen=True)
 class NormalEquations:
-    """Σ R_t C_t and Σ C_t of one layer.
+    """Σ R_t C_t and Σ C_t of one layer."""
 
-    Attributes:
-        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)`, or `(m, m)` in the dual.
-        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)`, or `(d_out, m)` in the dual.
-        ridge: Σ ε_t.
-        basis: None in the primal; D `(m, d_in)` in the dual.
-    """
-
-    gram: Tensor
-    numerator: Tensor
-    ridge: float
-    basis: Tensor | None = None
+    gram: Tensor  # Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)`, or `(m, m)` in the dual
+    numerator: Tensor  # coordinates of Σ R_t C_t, `(d_out, d_in)`, or `(d_out, m)` in the dual
+    ridge: float  # Σ ε_t
+    basis: Tensor | None = None  # None in the primal; D `(m, d_in)` in the dual
 
     @property
     def route(self) -> str:

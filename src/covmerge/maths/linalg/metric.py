@@ -26,17 +26,11 @@ from covmerge.maths.linalg.symmetric import half, times_lower
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of ΔC^½, and the eigenvectors of K = ΔCΔᵀ, by which functions of K act on Δ.
+    """The singular values of ΔC^½, and the eigenvectors of K = ΔCΔᵀ, by which functions of K act on Δ."""
 
-    Attributes:
-        sigma: the singular values up to the numerical rank k, float64, descending.
-        update: Δ `(d_out, d_in)`.
-        left: U `(d_out, k)`, eigenvectors of K.
-    """
-
-    sigma: Tensor
-    update: Tensor
-    left: Tensor
+    sigma: Tensor  # the singular values up to the numerical rank k, float64, descending
+    update: Tensor  # Δ `(d_out, d_in)`
+    left: Tensor  # U `(d_out, k)`, eigenvectors of K
 
     def lifted(self, lift: Tensor, beyond: float = 0.0) -> Tensor:
         """Return U diag(lift) UᵀΔ + beyond · (I − UUᵀ)Δ, lift `(k,)`, in Δ's dtype.
@@ -54,15 +48,10 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Metric:
-    """A covariance C `(d_in, d_in)`, symmetric and positive semi-definite to rounding.
+    """A covariance C `(d_in, d_in)`, symmetric and positive semi-definite to rounding."""
 
-    Attributes:
-        covariance: C in float64, scaled to a mean eigenvalue of 1.
-        size: the square root of the divisor that scaled C; it is the unit of all lengths.
-    """
-
-    covariance: Tensor
-    size: float
+    covariance: Tensor  # C in float64, scaled to a mean eigenvalue of 1
+    size: float  # the square root of the divisor that scaled C; it is the unit of all lengths
 
     @classmethod
     def of(cls, covariance: Tensor) -> Metric:

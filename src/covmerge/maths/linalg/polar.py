@@ -31,19 +31,12 @@ _OFF = {torch.float32: 1e-6, torch.float64: 1e-11}
 
 @dataclass(frozen=True)
 class Polar:
-    """The orthogonal polar factor U Vᵀ of a matrix within its numerical rank.
+    """The orthogonal polar factor U Vᵀ of a matrix within its numerical rank."""
 
-    Attributes:
-        isometry: U Vᵀ, of the matrix's shape and dtype; its residual has been checked.
-        k: the number of its directions.
-        nuclear: the sum of the singular values of these directions.
-        doubtful: how many of these directions errors of size `doubts` may have made.
-    """
-
-    isometry: Tensor
-    k: int
-    nuclear: float
-    doubtful: int = 0
+    isometry: Tensor  # U Vᵀ, of the matrix's shape and dtype; its residual has been checked
+    k: int  # the number of its directions
+    nuclear: float  # the sum of the singular values of these directions
+    doubtful: int = 0  # how many of these directions errors of size `doubts` may have made
 
 
 def polar(

@@ -26,14 +26,10 @@ class Stream:
 
     Philox is counter-based: the number at a place depends on the key and the place alone. The same tensor
     therefore gets the same numbers in any blocks, in any order, on any device.
-
-    Attributes:
-        name: the name of what the numbers belong to; part of the key.
-        offset: place of the stream's first number, counted in elements of the whole tensor.
     """
 
-    name: str
-    offset: int = 0
+    name: str  # the name of what the numbers belong to; part of the key
+    offset: int = 0  # place of the stream's first number, counted in elements of the whole tensor
 
     def uniform(self, seed: int, shape: tuple[int, ...]) -> Tensor:
         """Return float32 numbers in [0, 1), on the CPU.

@@ -54,19 +54,12 @@ _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Layout:
-    """The bit layout of a floating-point number: sign, exponent, digits.
+    """The bit layout of a floating-point number: sign, exponent, digits."""
 
-    Attributes:
-        bits: the integer dtype of the same size.
-        digits: the number of stored digits.
-        exponents: the number of possible exponents.
-        bias: the exponent's bias.
-    """
-
-    bits: torch.dtype
-    digits: int
-    exponents: int
-    bias: int
+    bits: torch.dtype  # the integer dtype of the same size
+    digits: int  # the number of stored digits
+    exponents: int  # the number of possible exponents
+    bias: int  # the exponent's bias
 
 
 _LAYOUTS = {
@@ -77,15 +70,10 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Lost:
-    """The part of an update that rounding lost. It adds up over tensors.
+    """The part of an update that rounding lost. It adds up over tensors."""
 
-    Attributes:
-        energy: ‖E‖²_F of the loss.
-        whole: ‖Δ‖²_F of the update before rounding.
-    """
-
-    energy: float = 0.0
-    whole: float = 0.0
+    energy: float = 0.0  # ‖E‖²_F of the loss
+    whole: float = 0.0  # ‖Δ‖²_F of the update before rounding
 
     def __add__(self, other: Lost) -> Lost:
         return Lost(self.energy + other.energy, self.whole + other.whole)

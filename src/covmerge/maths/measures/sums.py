@@ -22,27 +22,16 @@ _BLOCK_OF_DEVICE = 2**16  # larger on an accelerator, where every call costs tim
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the elements of the base and of T experts' updates, in float64.
+    """Sums over the elements of the base and of T experts' updates, in float64."""
 
-    Attributes:
-        elements: the number of elements.
-        base: ‖W_0‖² `()`.
-        along_base: ⟨Δ_t, W_0⟩ `(T,)`.
-        dots: ⟨Δ_a, Δ_b⟩ `(T, T)`.
-        touched: the number of elements that both a and b changed `(T, T)`.
-        agreed: Σ sign Δ_a · sign Δ_b `(T, T)`.
-        lost_as_update: ‖bf16(Δ_t) − Δ_t‖² `(T,)`.
-        lost_as_weights: ‖bf16(W_0 + Δ_t) − (W_0 + Δ_t)‖² `(T,)`.
-    """
-
-    elements: int
-    base: Tensor
-    along_base: Tensor
-    dots: Tensor
-    touched: Tensor
-    agreed: Tensor
-    lost_as_update: Tensor
-    lost_as_weights: Tensor
+    elements: int  # the number of elements
+    base: Tensor  # ‖W_0‖² `()`
+    along_base: Tensor  # ⟨Δ_t, W_0⟩ `(T,)`
+    dots: Tensor  # ⟨Δ_a, Δ_b⟩ `(T, T)`
+    touched: Tensor  # the number of elements that both a and b changed `(T, T)`
+    agreed: Tensor  # Σ sign Δ_a · sign Δ_b `(T, T)`
+    lost_as_update: Tensor  # ‖bf16(Δ_t) − Δ_t‖² `(T,)`
+    lost_as_weights: Tensor  # ‖bf16(W_0 + Δ_t) − (W_0 + Δ_t)‖² `(T,)`
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
