@@ -30,30 +30,21 @@ _MOST_READ, _MOST_DIGITS = 2**16, 19
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory, and which limit sets it.
+    """An amount of memory, and which limit sets it."""
 
-    Attributes:
-        size: bytes.
-        whose: `this machine's memory`, or the tighter limit with the file or variable it is read from.
-    """
-
-    size: int
+    size: int  # bytes
+    # `this machine's memory`, or the tighter limit with the file or variable it is read from
     whose: str = MACHINE
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The memory that a run may use, and how a message describes it.
+    """The memory that a run may use, and how a message describes it."""
 
-    Attributes:
-        size: bytes.
-        given: the words that follow the number in a message: who set the limit.
-        in_all: whether memory that the process already uses counts towards `size`; else `size` comes on
-            top of it.
-    """
-
-    size: int
-    given: str
+    size: int  # bytes
+    given: str  # the words that follow the number in a message: who set the limit
+    # whether memory that the process already uses counts towards `size`; else `size` comes on top
+    # of it
     in_all: bool
 
 

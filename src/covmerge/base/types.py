@@ -40,14 +40,10 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a model with a folder of its own, as sentence-transformers writes them.
+    """A part of a model with a folder of its own, as sentence-transformers writes them."""
 
-    Attributes:
-        folder: its path in the model's folder, with `/` between the parts.
-        config: its config.json, if it has one.
-    """
-
-    folder: str
+    folder: str  # its path in the model's folder, with `/` between the parts
+    # its config.json, if it has one
     config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -63,20 +59,14 @@ class Module:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape and dtype of a stored tensor, without its values.
+    """Name, shape and dtype of a stored tensor, without its values."""
 
-    Attributes:
-        name: the tensor's name in its checkpoint.
-        shape: the tensor's shape.
-        dtype: the dtype of its numbers.
-        complex: whether it is stored complex; then its last axis has the real and the imaginary part.
-        module: the part of the model that it belongs to; None: it is in the model's own folder.
-    """
-
-    name: str
+    name: str  # the tensor's name in its checkpoint
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # whether it is stored complex; then its last axis has the real and the imaginary part
     complex: bool = False
+    # the part of the model that it belongs to; None: it is in the model's own folder
     module: Module | None = None
 
     @property

@@ -44,20 +44,13 @@ _UNKNOWN = {"tensors": f"{NOT_KNOWN}: they were in memory"}
 
 @dataclass(frozen=True)
 class Saver:
-    """A writer of the result of a merge in memory.
+    """A writer of the result of a merge in memory."""
 
-    Attributes:
-        work: the work that was done; the sources may be closed.
-        done: the engine's result.
-        fit: the findings about the experts.
-        parts: the merged tensors, by part and name.
-        given: the model's tensors as they are in the result; the caller may replace them.
-    """
-
-    work: Work
+    work: Work  # the work that was done; the sources may be closed
     done: RunResult
     fit: Fit
-    parts: Mapping[str, Mapping[str, Tensor]]
+    parts: Mapping[str, Mapping[str, Tensor]]  # the merged tensors, by part and name
+    # the model's tensors as they are in the result; the caller may replace them
     given: Mapping[str, Tensor]
 
     def __post_init__(self) -> None:

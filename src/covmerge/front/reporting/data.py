@@ -132,19 +132,13 @@ def moved_by(inspection: Inspection, expert: str) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Means for two experts over the matrices that both changed; None if there are no such matrices.
-
-    Attributes:
-        cosine: cosine between their updates.
-        conflict: share of opposite signs among the elements that both changed; 0.5 is chance.
-        overlap: overlap of the inputs that matter most to each; 1: the same inputs.
-        chance: the overlap of unrelated updates.
-    """
+    """Means for two experts over the matrices that both changed; None if there are no such matrices."""
 
     cosine: float | None
+    # share of opposite signs among the elements that both changed; 0.5 is chance
     conflict: float | None
-    overlap: float | None
-    chance: float | None
+    overlap: float | None  # overlap of the inputs that matter most to each; 1: the same inputs
+    chance: float | None  # the overlap of unrelated updates
 
 
 def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
@@ -173,16 +167,11 @@ def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Heterogeneity of the experts in one matrix.
-
-    Attributes:
-        layer: the matrix.
-        values: γ by statistic.
-        fired: whether the gate fired in the merge; None if its method has no gate, and before a merge.
-    """
+    """Heterogeneity of the experts in one matrix."""
 
     layer: LayerView
-    values: Mapping[Statistic, float]
+    values: Mapping[Statistic, float]  # γ by statistic
+    # whether the gate fired in the merge; None if its method has no gate, and before a merge
     fired: bool | None
 
 

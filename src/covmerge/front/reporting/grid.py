@@ -18,17 +18,12 @@ _TOGETHER = 16  # layers in one panel
 
 @dataclass(frozen=True)
 class Panel(Generic[_Of]):
-    """A panel for layers of one kind.
-
-    Attributes:
-        label: name of the kind.
-        columns: the layers of each block, by its number; layers that occur once, by name.
-        numbered: whether the columns are blocks.
-    """
+    """A panel for layers of one kind."""
 
     label: str
+    # the layers of each block, by its number; layers that occur once, by name
     columns: Mapping[str, tuple[_Of, ...]]
-    numbered: bool = True
+    numbered: bool = True  # whether the columns are blocks
 
 
 def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:

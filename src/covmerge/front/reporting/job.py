@@ -29,22 +29,19 @@ from covmerge.run.verification import Verification, verify
 
 @dataclass(frozen=True)
 class ReportJob:
-    """An output of covmerge to report on, and the options of the run.
-
-    Attributes:
-        seconds: seconds of the merge's mathematics by tensor, if the merge was just run.
-        measured: other measurements of that run, as in `MergeResult.run`.
-        verification: the output's verification, if it was just made; None: verify the output now.
-        share: largest share of the merge's FLOPs that "some" spectra may take; None: the limit of
-            an inspection.
-    """
+    """An output of covmerge to report on, and the options of the run."""
 
     folder: Path
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
+    # seconds of the merge's mathematics by tensor, if the merge was just run
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    # other measurements of that run, as in `MergeResult.run`
     measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # the output's verification, if it was just made; None: verify the output now
     verification: Verification | None = None
+    # largest share of the merge's FLOPs that "some" spectra may take; None: the limit of an
+    # inspection
     share: float | None = None
 
     def run(self) -> Report:

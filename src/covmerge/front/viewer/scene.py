@@ -173,22 +173,15 @@ _OF_ADAPTERS = Finding(
 
 @dataclass(frozen=True)
 class Scene:
-    """The measurements of a base, its experts and, if there is one, a merged model.
-
-    Attributes:
-        title: a readable name.
-        recipe: the recipe that was inspected.
-        inspection: the inspection of its matrices, with `LayerView.quadratics`.
-        sources: places of the base (under "") and of the experts, valid for a recipe in any folder;
-            that of the merged model under `merged`, if a recipe may have it as an expert.
-        merged: name of the merged model among the experts; None if there is none.
-    """
+    """The measurements of a base, its experts and, if there is one, a merged model."""
 
     title: str
     recipe: Recipe
-    inspection: Inspection
+    inspection: Inspection  # the inspection of its matrices, with `LayerView.quadratics`
+    # places of the base (under "") and of the experts, valid for a recipe in any folder; that of
+    # the merged model under `merged`, if a recipe may have it as an expert
     sources: Mapping[str, str]
-    merged: str | None = None
+    merged: str | None = None  # name of the merged model among the experts; None if there is none
 
     def as_json(self) -> dict[str, Json]:
         """Return the whole scene for the page; names from checkpoints are plain text, not markup."""

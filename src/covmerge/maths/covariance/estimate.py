@@ -30,23 +30,15 @@ _NOT_ROUNDING = 0.1
 
 @dataclass(frozen=True)
 class Covariance:
-    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`.
+    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`."""
 
-    Attributes:
-        update: Δ `(d_out, d_in)`.
-        mean: μ `(d_in,)`, which is subtracted from every row of Δ to give the root R; None for R = Δ.
-        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None: 𝟏 is a vector of ones.
-        scale: factor of the Gram matrix RᵀR.
-        ridge: multiple of the identity.
-        exact: whether the root is computed in float64, whatever the update's dtype.
-    """
-
-    update: Tensor
+    update: Tensor  # Δ `(d_out, d_in)`
+    # μ `(d_in,)`, which is subtracted from every row of Δ to give the root R; None for R = Δ
     mean: Tensor | None = None
-    ones: Tensor | None = None
-    scale: float = 1.0
-    ridge: float = 0.0
-    exact: bool = False
+    ones: Tensor | None = None  # 𝟏 `(d_out,)` in the coordinates of Δ; None: 𝟏 is a vector of ones
+    scale: float = 1.0  # factor of the Gram matrix RᵀR
+    ridge: float = 0.0  # multiple of the identity
+    exact: bool = False  # whether the root is computed in float64, whatever the update's dtype
 
     @property
     def dtype(self) -> torch.dtype:

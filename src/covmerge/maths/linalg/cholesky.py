@@ -28,18 +28,14 @@ _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 
 @dataclass(frozen=True)
 class Cholesky:
-    """A + (ridge + jitter)·I = L Lᵀ.
+    """A + (ridge + jitter)·I = L Lᵀ."""
 
-    Attributes:
-        factor: L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation
-            broke down.
-        jitter: what was added to the diagonal beyond the requested ridge; normally 0.
-        rcond: squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal
-            condition number.
-    """
-
+    # L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation
+    # broke down
     factor: Tensor
-    jitter: float
+    jitter: float  # what was added to the diagonal beyond the requested ridge; normally 0
+    # squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal condition
+    # number
     rcond: float
 
     def solve_right(self, rows: Tensor) -> Tensor:

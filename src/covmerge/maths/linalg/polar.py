@@ -159,17 +159,12 @@ CERTAIN = 0.5
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """The polar factors of several experts' singular vectors, side by side.
+    """The polar factors of several experts' singular vectors, side by side."""
 
-    Attributes:
-        left: polar factor of [U_1 … U_n] `(d_out, k)`.
-        right: polar factor of [V_1 … V_n]ᵀ `(k, d_in)`.
-        dependent: the number of nearly common directions of the vectors: those that rounding may have
-            decided, and those that it has decided, which are left out. It is that of the side with more.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # polar factor of [U_1 … U_n] `(d_out, k)`
+    right: Tensor  # polar factor of [V_1 … V_n]ᵀ `(k, d_in)`
+    # the number of nearly common directions of the vectors: those that rounding may have decided,
+    # and those that it has decided, which are left out. It is that of the side with more.
     dependent: int
 
 

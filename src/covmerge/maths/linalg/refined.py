@@ -45,18 +45,12 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class LeadingPairs:
-    """The leading eigenpairs of a matrix `(n, n)`, float64.
+    """The leading eigenpairs of a matrix `(n, n)`, float64."""
 
-    Attributes:
-        values: the k eigenvalues, descending, followed by some more, each no larger than the true
-            eigenvalue.
-        vectors: `(n, k)`.
-        least: a lower bound of all eigenvalues.
-    """
-
+    # the k eigenvalues, descending, followed by some more, each no larger than the true eigenvalue
     values: Tensor
-    vectors: Tensor
-    least: float
+    vectors: Tensor  # `(n, k)`
+    least: float  # a lower bound of all eigenvalues
 
 
 def leading_pairs(

@@ -34,24 +34,16 @@ ORTHONORMAL = 1e-3
 
 @dataclass(frozen=True)
 class TruncatedSvd:
-    """The top-k part U_k diag(σ_1..σ_k) V_kᵀ of a matrix F `(d_out, d_in)`.
+    """The top-k part U_k diag(σ_1..σ_k) V_kᵀ of a matrix F `(d_out, d_in)`."""
 
-    Attributes:
-        left: U_k `(d_out, k)`, of F's dtype.
-        right: V_kᵀ `(k, d_in)`, of F's dtype.
-        sigma: the singular values of F, float64, descending; from `leading_svd` possibly only the leading
-            ones.
-        rank: the numerical rank of F; from `leading_svd` possibly only a lower bound of it.
-        floor: the cut-off below which singular values do not count.
-        edge: the edge of rounding of the stored weights if the rank ends there, else 0.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # U_k `(d_out, k)`, of F's dtype
+    right: Tensor  # V_kᵀ `(k, d_in)`, of F's dtype
+    # the singular values of F, float64, descending; from `leading_svd` possibly only the leading
+    # ones
     sigma: Tensor
-    rank: int
-    floor: float
-    edge: float = 0.0
+    rank: int  # the numerical rank of F; from `leading_svd` possibly only a lower bound of it
+    floor: float  # the cut-off below which singular values do not count
+    edge: float = 0.0  # the edge of rounding of the stored weights if the rank ends there, else 0
 
     @property
     def leading(self) -> Tensor:
@@ -70,23 +62,16 @@ class TruncatedSvd:
 
 @dataclass(frozen=True)
 class LeadingDirections:
-    """The top-k part of F = U diag(σ) Vᵀ with all its singular values replaced by 1.
+    """The top-k part of F = U diag(σ) Vᵀ with all its singular values replaced by 1."""
 
-    Attributes:
-        isometry: U_k V_kᵀ, of F's shape and dtype; its residual has been checked.
-        sigma: all singular values, float64, descending.
-        k: the number of kept directions: the requested number and those equal to the last, at most `rank`.
-        rank: the numerical rank of F.
-        leading: the singular values of the kept directions, float64.
-        right: the right singular vectors of the kept directions `(k, d_in)`.
-    """
-
-    isometry: Tensor
-    sigma: Tensor
+    isometry: Tensor  # U_k V_kᵀ, of F's shape and dtype; its residual has been checked
+    sigma: Tensor  # all singular values, float64, descending
+    # the number of kept directions: the requested number and those equal to the last, at most
+    # `rank`
     k: int
-    rank: int
-    leading: Tensor
-    right: Tensor
+    rank: int  # the numerical rank of F
+    leading: Tensor  # the singular values of the kept directions, float64
+    right: Tensor  # the right singular vectors of the kept directions `(k, d_in)`
 
     def within(self, errors: Tensor) -> int:
         """Return how many directions `errors` `(d_in,)` may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""

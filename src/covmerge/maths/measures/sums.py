@@ -24,7 +24,7 @@ _BLOCK_OF_DEVICE = 2**16  # larger on an accelerator, where every call costs tim
 class Sums:
     """Sums over the elements of the base and of T experts' updates, in float64."""
 
-    elements: int  # the number of elements
+    elements: int
     base: Tensor  # ‖W_0‖² `()`
     along_base: Tensor  # ⟨Δ_t, W_0⟩ `(T,)`
     dots: Tensor  # ⟨Δ_a, Δ_b⟩ `(T, T)`
