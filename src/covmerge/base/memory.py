@@ -63,11 +63,7 @@ def _has_glibc() -> bool:
 
 
 class HeapTrimmer:
-    """A trimmer that returns freed memory to the system whenever the process exceeds its limit.
-
-    Args:
-        most: the limit in bytes; None: there is no limit.
-    """
+    """A trimmer that returns freed memory to the system whenever the process exceeds its limit in bytes."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -81,11 +77,7 @@ class HeapTrimmer:
 
 
 def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
-    """Return the memory that this process may use.
-
-    Args:
-        max_memory: the limit in bytes on all memory of the process; None: the free memory is the limit.
-        processes: the number of such processes, which share the free memory.
+    """Return the memory that this process may use: `max_memory` in all, or its share of what is free.
 
     Example:
         >>> allowance(2**30).in_all, allowance(None).in_all
@@ -104,12 +96,7 @@ def free_memory(
 
     The tightest of these limits counts: the machine's available memory; what is left of the limits of
     this process's cgroup and of those above it (Docker, Kubernetes, systemd, Slurm); and the memory that
-    Slurm gave the job, which holds even where no cgroup enforces it.
-
-    Args:
-        processes: the number of such processes, which share the memory.
-        root: the root of the file system with the files of cgroups.
-        environment: the environment with Slurm's variables.
+    Slurm gave the job, which holds even where no cgroup enforces it. `processes` such processes share it.
     """
     machine = Memory(psutil.virtual_memory().available // processes)
     found = [

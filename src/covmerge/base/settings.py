@@ -127,10 +127,6 @@ class Hint:
 def rules_for(*matches: str, use: str = "base") -> str:
     """Return how messages write one or several rules, in a recipe or as an argument; no flag sets rules.
 
-    Args:
-        matches: names of tensors, or patterns, one for each rule.
-        use: what the rules do with these tensors.
-
     Example:
         >>> rules_for("*.norm.*")
         'rules=[{"match": "*.norm.*", "use": "base"}]'

@@ -12,11 +12,7 @@ _FAST = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 
 def yaml_events(text: str, *, fast: bool = False) -> Iterator[Event]:
-    """Parse a document into events, one by one.
-
-    Args:
-        text: the document.
-        fast: whether to parse by libyaml where it is installed; its error messages say less.
+    """Parse a document into events, one by one; `fast` by libyaml if it is there, whose errors say less.
 
     Raises:
         yaml.YAMLError: the text is no YAML. PyYAML also raises ValueError and OverflowError (for an

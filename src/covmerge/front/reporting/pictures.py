@@ -29,12 +29,8 @@ _PIXELS_PER_POINT = 4 / 3
 def inline_svg(figure: Figure, name: str, label: str) -> str:
     """Return a figure as an `<svg>` element, without its title, which the page writes itself.
 
-    A figure always gives the same bytes. Names in it are plain text, whatever they contain.
-
-    Args:
-        figure: the figure, which loses its title.
-        name: beginning of the ids in the element, so that two figures on a page have different ids.
-        label: description of the figure for screen readers.
+    A figure always gives the same bytes. Names in it are plain text, whatever they contain. Ids begin with
+    `name`, so that two figures on a page have different ids; `label` is for screen readers.
     """
     anything: Any = figure
     anything.suptitle("")

@@ -39,18 +39,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Choice:
-    """The weights of all experts, as chosen on the page.
+    """The weights of all experts, as chosen on the page."""
 
-    Attributes:
-        method: the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t.
-        weights: weights by expert; 0: the expert is left out.
-        scale: scale of the sum.
-        groups: tensors with other weights; a tensor belongs to the first group that matches its name.
-    """
-
-    method: Method
-    weights: Mapping[str, float]
-    scale: float = 1.0
+    method: Method  # the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t
+    weights: Mapping[str, float]  # 0: the expert is left out
+    scale: float = 1.0  # of the sum
+    # tensors with other weights; a tensor belongs to the first group that matches its name
     groups: tuple[Group, ...] = ()
 
 

@@ -47,10 +47,7 @@ class NormalEquations:
     ) -> NormalEquations:
         """Return Σ R_tC_t + Σ a_tR_t and Σ C_t + ρI: far from all updates the solution is Σ a_tR_t / ρ.
 
-        Args:
-            covariances: C_t, of which these sums were made. The numerator is changed in place.
-            shares: a_t.
-            ridge: ρ.
+        The numerator is changed in place.
         """
         for place, (covariance, share) in enumerate(zip(covariances, shares, strict=True)):
             if self.basis is None:
@@ -134,15 +131,11 @@ def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
 def collective_prior(
     normal: NormalEquations, d_in: int, *, energy: float = 1.0, ones: Tensor | None = None
 ) -> Tensor:
-    r"""Return cᵀ of the collective structural prior C_agg = 𝟏cᵀ (ACE, Eqs. 11–13).
+    """Return cᵀ of the collective structural prior C_agg = 𝟏cᵀ (ACE, Eqs. 11–13).
 
-    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is left out.
-
-    Args:
-        normal: the sums without the prior.
-        d_in: input dimension of the layer.
-        ones: 𝟏 in the coordinates of the layer's inputs; None: a vector of ones.
-        energy: τ̄ = mean ‖Δ_t‖²_F if the experts were trace-normalised (Eq. 12), else 1.
+    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is left out. `energy` is
+    τ̄ = mean ‖Δ_t‖²_F if the experts were trace-normalised (Eq. 12), else 1. `ones` is 𝟏 in the coordinates
+    of the layer's inputs; None: a vector of ones.
     """
     rows = normal.gram if normal.basis is None else normal.basis
     return (rows.sum(1) if ones is None else rows @ ones) / (d_in * energy)

@@ -231,12 +231,9 @@ def condition_number(
 def add_rank_one_(solved: Tensor, solved_row: Tensor, ones: Tensor | None = None) -> Tensor:
     r"""Turn X = N S⁻¹ into N (S + 𝟏cᵀ)⁻¹ in place, given wᵀ = cᵀS⁻¹.
 
-    N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)
+    N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)        X `(m, n)`, w `(n,)`
 
-    Args:
-        solved: X `(m, n)`.
-        solved_row: w `(n,)`.
-        ones: 𝟏 `(n,)` in the coordinates of the columns; None: a vector of ones.
+    `ones` is 𝟏 `(n,)` in the coordinates of the columns; None: a vector of ones.
     """
     if ones is None:
         ones = torch.ones_like(solved_row)

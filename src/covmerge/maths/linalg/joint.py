@@ -141,11 +141,8 @@ def tucker2(
     recomputed within the other, until the error settles (HOOI). The iteration runs on the matrices'
     coordinates in all their joint directions, which loses nothing.
 
-    Args:
-        blocks: matrices of one dtype, not all zero; at least one.
-        rank: the number of directions; those whose singular values equal the last one's are kept too.
-        rtol: the cut-off of the numerical rank, as in `joint_directions`.
-        rounding: the rounding error of each matrix, as in `joint_directions`.
+    Directions whose singular values equal the last one's are kept too. The matrices are not all zero;
+    `rtol` and `rounding` are as in `joint_directions`.
 
     Example:
         >>> found = tucker2([torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([4.0, 0.0]))],

@@ -33,13 +33,8 @@ def solve_full_rank(
 ) -> Tensor | None:
     """Return rows · A⁻¹ by Cholesky if no eigenvalue of A is cut off; None if one may be.
 
-    In float32 it is also None if A is too badly conditioned for float32; callers then use float64.
-
-    Args:
-        system: A `(n, n)`, symmetric positive semi-definite.
-        rows: `(m, n)`, of the dtype of A.
-        rtol: eigenvalues at or below `rtol` times the largest would be cut off.
-        floor: eigenvalues at or below this value would be cut off too.
+    Eigenvalues of A `(n, n)` at or below `rtol` times the largest would be cut off, and those at or below
+    `floor`. In float32 the result is also None if A is too badly conditioned; callers then use float64.
 
     Example:
         >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)

@@ -82,11 +82,8 @@ def polar_by_products(
 ) -> Polar | None:
     """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None if they cannot decide.
 
-    Args:
-        matrix: A, of any shape.
-        rtol: as in `polar`.
-        rounding: directions that are no larger than this rounding are beyond the numerical rank too.
-        errors: upper bound of the columns' errors. If such errors can make a direction, None is returned.
+    Directions no larger than `rounding` are beyond the numerical rank too. The result is None if errors of
+    columns, `errors` at most, can make a direction.
 
     Example:
         >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()

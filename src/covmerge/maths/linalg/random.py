@@ -64,8 +64,7 @@ _AT_ONCE = 2**18  # words drawn at once, which fit into the cache
 class MersenneTwister:
     """The stream of one seed. It stores states on the way, so that no part is skipped twice.
 
-    Args:
-        seed: a seed as in `torch.manual_seed`; only its lower 32 bits count.
+    Only the lower 32 bits of a seed count, as in `torch.manual_seed`.
 
     Example:
         >>> _ = torch.manual_seed(7)

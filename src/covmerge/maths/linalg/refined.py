@@ -56,13 +56,10 @@ class LeadingPairs:
 def leading_pairs(
     gram: Tensor, k: int, cut: Callable[[Tensor], int] | None = None
 ) -> LeadingPairs | None:
-    """Return the k leading eigenpairs of G, or None if float32 does not lead to them.
+    """Return the k leading eigenpairs of G `(n, n)`, float64, or None if float32 does not lead to them.
 
-    Args:
-        gram: G `(n, n)`, symmetric, semi-definite, float64.
-        k: at most about n/4; beyond that, nothing is gained.
-        cut: a function that returns the number of pairs to keep instead of k, from the descending
-            eigenvalues.
+    Nothing is gained for k beyond about n/4. `cut` returns how many pairs to keep instead of k, from the
+    descending eigenvalues.
 
     Example:
         >>> pairs = leading_pairs(torch.diag(torch.arange(40.0, 0.0, -1.0)).double(), 2)

@@ -266,13 +266,7 @@ def leading_svd(
     (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
     everything is computed as in `truncated_svd`.
 
-    Args:
-        matrix: F `(d_out, d_in)`.
-        k: the number of triplets; those that equal the last are added.
-        rtol: as in `truncated_svd`.
-        scale: as in `truncated_svd`.
-        rounding: as in `truncated_svd`.
-        shape: shape of the matrix that has the `rounding`, if F is that matrix in other coordinates.
+    `shape` is that of the matrix that has the `rounding`, if `matrix` is it in other coordinates.
 
     Example:
         >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)

@@ -176,10 +176,7 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
     nothing. The update before rounding is the stored one, or has s² per weight if that is more. The loss
     is underestimated if few weights were trained, or if each moved in proportion to itself.
 
-    Args:
-        update: Δ of the stored weights, of any shape, or some of its rows; float32 or float64.
-        base: W_0 of the same shape.
-        dtype: the dtype of the stored weights.
+    Δ and W_0 are of any shape, or some of their rows, in float32 or float64.
 
     Example:
         >>> w, d = (torch.randn(200, 200, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
@@ -230,11 +227,7 @@ def _by_last_place(
 ) -> dict[float, tuple[int, int]]:
     """Return how many weights stayed and how many changed, by u. Zeros, which are exact, are left out.
 
-    Args:
-        update: Δ `(d_out, d_in)`.
-        base: W_0 of the same shape; None: Δ itself was rounded.
-        dtype: the dtype of the stored weights.
-        whole: whether rows without a change are counted too.
+    Without a base, Δ `(d_out, d_in)` itself was rounded. `whole`: rows without a change count too.
     """
     layout = _LAYOUTS[update.dtype]
     size = 2 * layout.exponents

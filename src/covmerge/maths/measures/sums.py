@@ -99,12 +99,9 @@ class Sums:
 
 
 def cosine_with_base(base: float, along: float, square: float) -> float:
-    """Return the cosine between W_t and W_0: near 1 for a fine-tune, 0 for an unrelated model.
+    """Return the cosine between W_t and W_0, of ‖W_0‖², ⟨Δ_t, W_0⟩ and ‖Δ_t‖².
 
-    Args:
-        base: ‖W_0‖².
-        along: ⟨Δ_t, W_0⟩.
-        square: ‖Δ_t‖².
+    It is near 1 for a fine-tune, and 0 for an unrelated model.
 
     Example:
         >>> round(cosine_with_base(4.0, 0.0, 4.0), 3), cosine_with_base(4.0, -4.0, 4.0)
@@ -119,9 +116,7 @@ def cosine_with_base(base: float, along: float, square: float) -> float:
 def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
     """Return the sums over all elements; in float64 if squares overflow or underflow float32.
 
-    Args:
-        base: W_0, or some of its rows.
-        updates: Δ_t of the same shape, of one floating dtype and device.
+    W_0 may be some of its rows; the Δ_t are of the same shape, and of one floating dtype and device.
 
     Example:
         >>> found = sums_of(torch.ones(4), [torch.tensor([1.0, 0.0, 0.0, -1.0]), torch.ones(4)])
@@ -212,14 +207,9 @@ Update = Tensor | LowRank
 
 
 def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
-    """Return Q_s of the first `experts` updates, each `(T, T)` in float64.
+    """Return Q_s `(T, T)`, float64, of the first `experts` of the Δ_t; None for an update of zeros.
 
-    Args:
-        updates: Δ_t `(d_out, d_in)` of one dtype and device; adapters as their factors.
-        experts: the number of experts for which Q_s is computed.
-
-    Returns:
-        Q_s of each expert; None for an expert that did not change the layer.
+    The Δ_t are of one dtype and device; adapters are their factors.
 
     Example:
         >>> one, two = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]])

@@ -51,10 +51,7 @@ class TableRows:
 def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
     """Count the rows of an update that are not a multiple of the base's row, w_i + δ_i ≠ c_i w_i.
 
-    Args:
-        base: W_0 `(rows, d)`.
-        update: Δ `(rows, d)`.
-        stored: the dtype in which the expert stores its weights; None: it stores updates.
+    `stored` is the dtype in which the expert stores its weights; None: it stores updates.
     """
     step = max(1, _BLOCK // max(1, base.shape[1]))
     found = TableRows(0, 0, 0, 0)

@@ -104,16 +104,9 @@ def panelled(
     bottom: float,
     lines: int = 1,
 ) -> Sheet:
-    """Arrange panels in rows.
+    """Arrange panels of one height in rows, in inches; each has a label of some `lines` above it.
 
-    Args:
-        title: the main result of the picture.
-        widths: width of each panel, in inches.
-        height: height of all panels.
-        left: room for the labels of each row.
-        below: room for the ticks of each panel.
-        bottom: room below all panels.
-        lines: lines of the label above each panel.
+    `left` is the room for the labels of a row, `below` for each panel's ticks, `bottom` below all panels.
     """
     above = _ABOVE + _LINE * lines
     rows: list[list[int]] = []
