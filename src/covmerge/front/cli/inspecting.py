@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -265,17 +265,13 @@ def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:
 
 def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
     """Return the layers by kind and block; all kinds are one group if there would be too many lines."""
-    kinds = list(dict.fromkeys(_kinds(inspection)))
+    kinds = {kind_of(layer.name) for layer in inspection.matrices}
     together = len(kinds) * len(inspection.compared) > _MOST_LINES
     groups: dict[str, dict[int | None, list[LayerView]]] = {}
     for layer in inspection.matrices:
         name = "all" if together else kind_of(layer.name)
         groups.setdefault(name, {}).setdefault(block_of(layer.name), []).append(layer)
     return {name: list(blocks.values()) for name, blocks in groups.items()}
-
-
-def _kinds(inspection: Inspection) -> Iterator[str]:
-    return (kind_of(layer.name) for layer in inspection.matrices)
 
 
 def report(

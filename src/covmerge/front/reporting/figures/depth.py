@@ -50,7 +50,11 @@ def gamma(data: Inspect) -> Figure:
         for panel, axes, first in zip(shown, sheet.axes, sheet.first, strict=True):
             axes.axhline(1, color=INK.light, lw=0.8)
             for statistic, line in _LINES.items():
-                _draw_line(axes, panel, statistic, taus, top, line)
+                ratios = [
+                    min(top, fmean(_ratios(entry, taus)[statistic] for entry in entries))
+                    for entries in panel.columns.values()
+                ]
+                axes.plot(range(len(ratios)), ratios, markersize=2.5, clip_on=False, **line)
             axes.set_yscale("symlog", linthresh=0.1)
             axes.set_ylim(0, top)
             ticks = [
@@ -63,7 +67,8 @@ def gamma(data: Inspect) -> Figure:
             label = f"{name} γ, τ = {taus[statistic]:g}"
             sheet.axes[0].plot([], [], label=label, markersize=4, **_LINES[statistic])
         sheet.axes[0].plot([], [], color=INK.light, lw=0.8, label="the gate: above it γ fires")
-        _draw_legend(sheet)
+        handles, labels = sheet.axes[0].get_legend_handles_labels()
+        sheet.figure.legend(handles, labels, loc="lower left", ncols=3, borderaxespad=0.2)
         return canvas.finished(sheet.figure)
 
 
@@ -147,22 +152,6 @@ def _finish_strip(axes: Any, panel: Panel[Any], column: float, label: str) -> No
     canvas.set_columns(axes, panel, column, margin=0.1)
 
 
-def _draw_line(
-    axes: Any,
-    panel: Panel[Gamma],
-    statistic: Statistic,
-    taus: Mapping[Statistic, float],
-    top: float,
-    line: Mapping[str, Any],
-) -> None:
-    places = list(range(len(panel.columns)))
-    ratios = [
-        min(top, fmean(_ratios(entry, taus)[statistic] for entry in entries))
-        for entries in panel.columns.values()
-    ]
-    axes.plot(places, ratios, markersize=2.5, clip_on=False, **line)
-
-
 def _ratios(entry: Gamma, taus: Mapping[Statistic, float]) -> dict[Statistic, float]:
     return {s: value / taus[s] if taus[s] else inf for s, value in entry.values.items()}
 
@@ -197,8 +186,3 @@ def _without_crumbs(
         yield replace(
             panel, columns=large, label=next(iter(large)) if len(large) == 1 else panel.label
         )
-
-
-def _draw_legend(sheet: canvas.Sheet) -> None:
-    handles, labels = sheet.axes[0].get_legend_handles_labels()
-    sheet.figure.legend(handles, labels, loc="lower left", ncols=len(labels), borderaxespad=0.2)
