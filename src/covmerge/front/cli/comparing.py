@@ -111,7 +111,9 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
     if best is not None:
         text = _lead(scores, best, comparison)
     above = [] if best is None else _above(scores, best)
-    return [("best", text), *above, ("files", _files(comparison))]
+    folder = comparison.path or Path()
+    files = f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / SCORES_NAME}"
+    return [("best", text), *above, ("files", files)]
 
 
 def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
@@ -149,11 +151,6 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
         return f"{next_}. They score the same"
     between = f"{written(lead.mean)} [{written(lead.low)}, {written(lead.high)}]"
     return f"{next_}. The lead is {between}{'' if lead.clear else ': it may be chance'}"
-
-
-def _files(comparison: Comparison) -> str:
-    folder = comparison.path or Path()
-    return f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / SCORES_NAME}"
 
 
 def _legend(comparison: Comparison) -> list[tuple[str, str]]:

@@ -271,7 +271,8 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
     made: set[str] = set()
     given: list[Path] = []
     for folder, recipe in recipes:
-        given += _places(source for source in _sources(recipe) if source not in made)
+        sources = [*_models(recipe), *statistics_of(recipe).values()]
+        given += _places(source for source in sources if source not in made)
         made.add(str(folder))
     for number, (folder, _) in enumerate(recipes, 1):
         check_not_input(folder, given)
@@ -293,13 +294,8 @@ def _is_taken(folder: Path, options: RunOptions) -> bool:
     return options.resume and (folder / MANIFEST_NAME).exists()
 
 
-def _sources(recipe: Recipe) -> list[str]:
-    """Return the sources that a recipe reads, as the recipe names them."""
-    return [*_models(recipe), *statistics_of(recipe).values()]
-
-
 def _models(recipe: Recipe) -> list[str]:
-    """Return the models that a recipe reads."""
+    """Return the models that a recipe reads, as the recipe names them."""
     experts = [expert.source for expert in recipe.experts.values()]
     return [*(() if recipe.base is None else (recipe.base,)), *experts]
 

@@ -13,8 +13,6 @@ from covmerge.front.cli.catalogue import law_texts, markdown, page, parameter_ro
 from covmerge.front.cli.console import facts, format_flops, print_json, say, stdout, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from covmerge.maths.linalg.auto import Choice, Cost
     from covmerge.maths.methods import Method
     from covmerge.maths.registry import Table as Registry
@@ -114,7 +112,10 @@ def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     )
     console = stdout()
     console.print(f"{page['name']}: {page['summary']}\n\n  {page['equation']}\n", soft_wrap=True)
-    console.print(_parameters(page) if page["parameters"] else "It has no parameters.\n")
+    parameters = table("parameter", "allowed", "default", "meaning")
+    for parameter in page["parameters"]:
+        parameters.add_row(*parameter_row(parameter))
+    console.print(parameters if page["parameters"] else "It has no parameters.\n")
     console.print(
         facts(
             [
@@ -127,13 +128,6 @@ def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     )
     console.print(f"\nOn the command line\n  {page['command']}", soft_wrap=True)
     console.print("\nIn a recipe", *page["recipe"].splitlines(), sep="\n  ", soft_wrap=True)
-
-
-def _parameters(page: Mapping[str, Any]) -> Table:
-    rows = table("parameter", "allowed", "default", "meaning")
-    for parameter in page["parameters"]:
-        rows.add_row(*parameter_row(parameter))
-    return rows
 
 
 # `covmerge explain`: the routes for a layer of a given shape, and the cost of each.
@@ -207,7 +201,10 @@ def explain(
         "A float64 operation counts as two on a CPU; workspace is beside the updates and\n"
         "the result. Methods as on updates that are not adapters:\n"
     )
-    _show_methods(costs)
+    rows = table("method", "work", "workspace", right=("work", "workspace"))
+    for name, cost in sorted(costs.items(), key=lambda pair: pair[1].flops):
+        rows.add_row(name, format_flops(cost.flops), format_size(cost.workspace))
+    console.print(rows)
 
 
 def _costs_as_json(costs: Mapping[str, Cost]) -> dict[str, Any]:
@@ -227,11 +224,4 @@ def _show_routes(choices: list[Choice]) -> None:
             )
             question = ""
         rows.add_section()
-    stdout().print(rows)
-
-
-def _show_methods(costs: dict[str, Any]) -> None:
-    rows = table("method", "work", "workspace", right=("work", "workspace"))
-    for name, cost in sorted(costs.items(), key=lambda pair: pair[1].flops):
-        rows.add_row(name, format_flops(cost.flops), format_size(cost.workspace))
     stdout().print(rows)

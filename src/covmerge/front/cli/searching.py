@@ -66,22 +66,15 @@ def show(console: Console, found: Search) -> None:
     for name in names:
         values.add_row(name, *(_shown(trial.chosen.get(name)) for trial in best))
     console.print(values)
-    failed = [trial for trial in found.trials if trial.failed]
-    why = (
-        [f"{counted(len(failed), 'trial')} failed. {failed[0].label}: {failed[0].failed}"]
-        if failed
-        else []
-    )
-    console.print(
-        facts(
-            [
-                *found.says(),
-                *((WARNING, text) for text in why),
-                *((NOTE, note) for note in found.notes),
-                ("files", _files(found)),
-            ]
-        )
-    )
+    said = list(found.says())
+    if failed := [trial for trial in found.trials if trial.failed]:
+        why = f"{failed[0].label}: {failed[0].failed}"
+        said.append((WARNING, f"{counted(len(failed), 'trial')} failed. {why}"))
+    said += [(NOTE, note) for note in found.notes]
+    out = found.path
+    files = f"{out / BEST_RECIPE}, {out / BEST_MODEL}" if found.best else f"{out / FRONT}/*.yml"
+    said.append(("files", f"{files}, {out / CSV_NAME}; for Optuna's dashboard {out / RECORD}"))
+    console.print(facts(said))
 
 
 def _best(found: Search) -> list[Trial]:
@@ -90,12 +83,6 @@ def _best(found: Search) -> list[Trial]:
         return list(found.front[:_BEST])
     known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]
     return [trial for _, trial in sorted(known, key=lambda pair: pair[0], reverse=True)[:3]]
-
-
-def _files(found: Search) -> str:
-    out = found.path
-    best = f"{out / BEST_RECIPE}, {out / BEST_MODEL}" if found.best else f"{out / FRONT}/*.yml"
-    return f"{best}, {out / CSV_NAME}; for Optuna's dashboard {out / RECORD}"
 
 
 def _shown(value: Value | None) -> str:

@@ -246,7 +246,10 @@ def _layer(layer: LayerView) -> dict[str, Json]:
     forms = (layer.quadratics[name] for name in layer.experts)
     # Q_s is symmetric: its lower half is enough.
     halves: list[Json] = [
-        form and [[_short(value) for value in row[: t + 1]] for t, row in enumerate(form)]
+        form
+        and [
+            [float(f"{value:.{_DIGITS}g}") for value in row[: t + 1]] for t, row in enumerate(form)
+        ]
         for form in forms
     ]
     return {**_named(layer), "forms": halves}
@@ -262,7 +265,3 @@ def _named(layer: LayerView) -> dict[str, Json]:
         "role": layer.role,
         "place": place,
     }
-
-
-def _short(value: Any) -> float:
-    return float(f"{value:.{_DIGITS}g}")

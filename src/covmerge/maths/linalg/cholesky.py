@@ -95,17 +95,13 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
             factor.diagonal().copy_(diagonal).add_(ridge + jitter)
             if _factor_in_place(factor):
                 return Cholesky(factor, jitter, _rcond(factor))
-            factor = _from_above(system)
+            # The lower triangle was overwritten, and the upper one is as it was.
+            upper = system.triu(1).to(torch.float64)
+            factor = upper.add_(upper.mT.clone())
     raise TensorError(
         f"the {list(system.shape)} system of this layer stays indefinite with a ridge of "
         f"{ridge:g} and a jitter of {_LADDER[-1]:g} of its mean diagonal; raise `eps`"
     )
-
-
-def _from_above(system: Tensor) -> Tensor:
-    """Return A in float64 without its diagonal, from its upper triangle: the lower one was overwritten."""
-    upper = system.triu(1).to(torch.float64)
-    return upper.add_(upper.mT.clone())
 
 
 def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:

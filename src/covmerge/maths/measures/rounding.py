@@ -106,8 +106,8 @@ def rounding_of(
     """
     width = 0.0 if base is None else _width(base)
     return tuple(
-        Rounding() if dtype is None else _rounding(u, _coarser(dtype, u.dtype), base, width)
-        for u, dtype in zip(updates, stored, strict=True)
+        Rounding() if dtype is None else _rounding(update, dtype, base, width)
+        for update, dtype in zip(updates, stored, strict=True)
     )
 
 
@@ -155,16 +155,15 @@ def has_few_digits(update: Tensor) -> bool:
     return sum(counts) >= _NEARLY_ALL * update.numel()
 
 
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, of_base: float) -> Rounding:
+def _rounding(update: Tensor, stored: torch.dtype, base: Tensor | None, of_base: float) -> Rounding:
+    dtype = max(stored, update.dtype, key=lambda each: torch.finfo(each).eps)
     changed = float(update.count_nonzero()) / max(1, update.numel())
     eps, before, width = torch.finfo(dtype).eps, 0 if base is None else _BEFORE, _width(update)
     edge = eps * sqrt(changed / 12.0) * hypot(of_base + width, sqrt(before) * width)
     earlier = before * eps**2 / 12.0 * square_norm(update)
-    return Rounding(edge, _energy(base, update, dtype), earlier, min(eps, _SUMS))
+    last = _by_last_place(update, base, dtype)
+    energy = sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
+    return Rounding(edge, energy, earlier, min(eps, _SUMS))
 
 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
@@ -216,18 +215,13 @@ def _deviation(last: Mapping[float, int], moved: int) -> float:
     return sqrt(low * high)
 
 
-def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
-    """Return Σ u²/12 over the entries that changed, u the worth of a stored weight's last place."""
-    last = _by_last_place(update, base, dtype)
-    return sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
-
-
 def _by_last_place(
     update: Tensor, base: Tensor | None, dtype: torch.dtype, *, whole: bool = True
 ) -> dict[float, tuple[int, int]]:
-    """Return how many weights stayed and how many changed, by u. Zeros, which are exact, are left out.
+    """Return how many weights stayed and how many changed, by u, the worth of a weight's last place.
 
-    Without a base, Δ `(d_out, d_in)` itself was rounded. `whole`: rows without a change count too.
+    Zeros, which are exact, are left out. Without a base, Δ `(d_out, d_in)` itself was rounded. `whole`:
+    rows without a change count too.
     """
     layout = _LAYOUTS[update.dtype]
     size = 2 * layout.exponents

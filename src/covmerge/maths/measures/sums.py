@@ -217,10 +217,12 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
         >>> found.round(decimals=6).tolist()
         [[1.0, 0.5], [0.5, 0.25]]
     """
-    sizes = [_size(update) for update in updates]
+    sizes = [sqrt(u.square_norm()) if isinstance(u, LowRank) else norm(u) for u in updates]
     # Scaled to norm 1, because products of four small numbers would underflow float32.
+    factors = [1.0 / (size or 1.0) for size in sizes]
     units = [
-        _times(update, 1.0 / (size or 1.0)) for update, size in zip(updates, sizes, strict=True)
+        update.times(factor) if isinstance(update, LowRank) else update * factor
+        for update, factor in zip(updates, factors, strict=True)
     ]
     found: list[Tensor | None] = []
     for unit, size in zip(units[:experts], sizes, strict=False):
@@ -255,13 +257,3 @@ def _form(units: Sequence[Update], expert: Update) -> Tensor:
 
 def _product(update: Update, matrix: Tensor) -> Tensor:
     return update.left @ (update.right @ matrix) if isinstance(update, LowRank) else update @ matrix
-
-
-def _times(update: Update, factor: float) -> Update:
-    if isinstance(update, LowRank):
-        return LowRank(update.left * factor, update.right)
-    return update * factor
-
-
-def _size(update: Update) -> float:
-    return sqrt(update.square_norm()) if isinstance(update, LowRank) else norm(update)

@@ -41,11 +41,6 @@ class _Scale:
     label: str
 
 
-def _alike(most: float, least: float) -> bool:
-    """Return whether the ratio would be written as 1."""
-    return number(most / least, 2) == number(1.0, 2)
-
-
 def norms(data: Inspect) -> Figure:
     """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far each expert moved.
 
@@ -61,11 +56,11 @@ def norms(data: Inspect) -> Figure:
     most = max(movers, key=moved.__getitem__)
     least = min(movers, key=moved.__getitem__)
     title = f"{quoted(most)} moved {share(moved[most])} of the base's norm"
-    alike = _alike(moved[most], moved[least])
-    if alike and len(movers) == len(moved) > 1:
+    times = number(moved[most] / moved[least], 2)
+    if times == "1" and len(movers) == len(moved) > 1:
         title = f"All experts moved about {share(moved[most])} of the base's norm"
-    elif not alike:
-        title += f", {number(moved[most] / moved[least], 2)} times as far as {quoted(least)}"
+    elif times != "1":
+        title += f", {times} times as far as {quoted(least)}"
     kinds = _by_kind(layers, most)
     if len(kinds) > 1:
         title += f"; farthest in {shorten(max(kinds, key=kinds.__getitem__), 40)}"
