@@ -312,23 +312,14 @@ def _holds(entry: EntryPoint, function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a registered function, for those who want to reproduce a result.
+    """The origin of a registered function, for those who want to reproduce a result."""
 
-    Attributes:
-        kind: method or step.
-        name: the name under which it is registered.
-        module: the module that defines it.
-        distribution: the installed package; None for a script, or a folder on the path.
-        version: the package's version.
-        code: hash of the Python files of its package, or of the function if no file has it.
-    """
-
-    kind: str
-    name: str
-    module: str
-    distribution: str | None
-    version: str | None
-    code: str
+    kind: str  # method or step
+    name: str  # the name under which it is registered
+    module: str  # the module that defines it
+    distribution: str | None  # the installed package; None for a script, or a folder on the path
+    version: str | None  # the package's version
+    code: str  # hash of the Python files of its package, or of the function if no file has it
 
     def __str__(self) -> str:
         if self.distribution is None:

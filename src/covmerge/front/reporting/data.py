@@ -22,17 +22,11 @@ from covmerge.run.verification import Verification
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of merging one tensor.
+    """The cost of merging one tensor."""
 
-    Attributes:
-        seconds: seconds of mathematics; None if not measured.
-        memory: bytes in use while the tensor is merged, by the plan.
-        flops: floating-point operations, by the method's cost model.
-    """
-
-    seconds: float | None
-    memory: int
-    flops: float
+    seconds: float | None  # seconds of mathematics; None if not measured
+    memory: int  # bytes in use while the tensor is merged, by the plan
+    flops: float  # floating-point operations, by the method's cost model
 
 
 @dataclass(frozen=True, repr=False)

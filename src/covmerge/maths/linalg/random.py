@@ -69,7 +69,7 @@ class MersenneTwister:
     Example:
         >>> _ = torch.manual_seed(7)
         >>> first, second = torch.rand(3), torch.rand(2)
-        >>> torch.equal(MersenneTwister(7).uniform(3, (2,)), second)
+        >>> torch.equal(MersenneTwister(7).along(3, 2)((2,)), second)
         True
     """
 
@@ -79,12 +79,11 @@ class MersenneTwister:
         self._states: list[Mapping[str, Any]] = [_core(start)]
         self._lock = threading.Lock()
 
-    def uniform(self, place: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the float32 numbers in [0, 1) from a place on, on the CPU."""
-        return self.along(place, prod(shape))(shape)
-
     def along(self, place: int, count: int) -> Callable[[tuple[int, ...]], Tensor]:
-        """Return a function that gives `count` numbers from a place on, one shape after another."""
+        """Return a function that gives `count` numbers from a place on, one shape after another.
+
+        They are float32 in [0, 1), on the CPU.
+        """
         bits: np.random.MT19937 | None = None
         left = count
 
