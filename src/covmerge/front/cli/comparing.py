@@ -1,9 +1,8 @@
-"""The work of `covmerge compare`: run the methods and print the table."""
+"""What `covmerge compare` prints: scores, sizes, and the best method."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,14 @@ from covmerge.base.text import counted
 from covmerge.front.cli.console import (
     NOTE,
     WARNING,
-    check_one_form,
     facts,
     format_seconds,
-    print_csv,
-    print_json,
     printable,
     say,
-    stdout,
     table,
 )
-from covmerge.front.cli.progress import scoring_shown
 from covmerge.plan.recipe import format_size
-from covmerge.run.comparison import CompareJob, Comparison
+from covmerge.run.comparison import Comparison
 from covmerge.run.scoring.table import (
     CSV_NAME,
     LATEX_NAME,
@@ -36,36 +30,12 @@ from covmerge.run.scoring.table import (
     ScoreTable,
     written,
 )
-from covmerge.run.sources import open_recipe
 
 _WIDTH = 80
 
 
-def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> None:
-    """Run a comparison and print its table.
-
-    Raises:
-        InputError: any input is wrong; no files are left behind.
-        CheckFailed: a model failed its verification, or could not be scored.
-        KeyboardInterrupt: interrupted; the message says how to continue.
-    """
-    check_one_form(as_json=as_json, as_csv=as_csv)
-    with (
-        scoring_shown("takes the scores that are known") as shown,
-        open_recipe(job.recipe) as checkpoints,
-    ):
-        comparison = replace(job, scoring=shown).run(checkpoints)
-    if as_json:
-        print_json(comparison.as_json())
-    elif as_csv:
-        print_csv(comparison.scores or comparison)
-    else:
-        show(stdout(), comparison, verbose=verbose)
-    if comparison.scores is not None:
-        _check_scored(comparison.scores)
-
-
-def _check_scored(scores: ScoreTable) -> None:
+def check_scored(scores: ScoreTable) -> None:
+    """Raise CheckFailed if a model could not be scored."""
     for label, why in scores.failed.items():
         say("error", f"{label} was not scored: {why}")
     if scores.failed:

@@ -1,8 +1,6 @@
-"""The work of `covmerge search`: search, and print the trials and the best one."""
+"""What `covmerge search` prints: the best trials, and the facts about the search."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 from rich.console import Console
 
@@ -11,40 +9,16 @@ from covmerge.front.cli.comparing import show_scores
 from covmerge.front.cli.console import (
     NOTE,
     WARNING,
-    check_one_form,
     facts,
-    print_csv,
-    print_json,
-    stdout,
     table,
 )
-from covmerge.front.cli.progress import scoring_shown
 from covmerge.plan.recipe.search import Value
 from covmerge.run.scoring.table import ScoreTable, written
-from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT, SearchJob
+from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, CSV_NAME, FRONT
 from covmerge.run.search.result import Search
 from covmerge.run.search.trials import RECORD, Trial
 
 _BEST = 10  # trials to show
-
-
-def search(job: SearchJob, *, as_json: bool, as_csv: bool) -> None:
-    """Search, and print the result.
-
-    Raises:
-        InputError: any input is wrong.
-        CheckFailed: nothing could be scored.
-        KeyboardInterrupt: interrupted; the message says how to continue.
-    """
-    check_one_form(as_json=as_json, as_csv=as_csv)
-    with scoring_shown("goes on after the trials that are recorded") as shown:
-        found = replace(job, scoring=shown).run()
-    if as_json:
-        print_json(found.as_json())
-    elif as_csv:
-        print_csv(found)
-    else:
-        show(stdout(), found)
 
 
 def show(console: Console, found: Search) -> None:
