@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 
 from covmerge.base.findings import Finding, Severity
@@ -106,53 +107,42 @@ def _grouped(
     unsaid: float,
 ) -> Choice | None:
     """Return weights and scale as groups; None if they vary by different patterns."""
-    values = [*weights.values(), scale]
-    defaults = [*(1.0 for _ in weights), unsaid]
-    varied = [value for value in values if is_varied(value)]
-    if any(BY_NAME not in value for value in varied):
+    given = [*((weight, 1.0) for weight in weights.values()), (scale, unsaid)]
+    if any(is_varied(value) and BY_NAME not in value for value, _ in given):
         return None
-    listed = [_entries(value) for value in varied]
-    patterns = listed[0] if listed else []
-    same = all([match for match, _ in each] == [match for match, _ in patterns] for each in listed)
-    if not same or any(is_varied(value) for entries in listed for _, value in entries):
-        return None
-    columns: list[list[float]] = []
-    for value, default in zip(values, defaults, strict=True):
-        if not is_varied(value):
-            columns.append([float(value)] * (len(patterns) + 1))
-            continue
-        said = [float(number) for _, number in _entries(value)]
-        columns.append([*said, _last(value, default)])
-    rows = list(zip(*columns, strict=True))
+    varied = {n: _entries(*each) for n, each in enumerate(given) if is_varied(each[0])}
+    patterns = next(([match for match, _ in entries] for entries in varied.values()), ["*"])
+    for entries in varied.values():
+        if [match for match, _ in entries] != patterns or any(is_varied(v) for _, v in entries):
+            return None
+    columns = [
+        [float(number) for _, number in varied[n]]
+        if n in varied
+        else [float(value)] * len(patterns)
+        for n, (value, _) in enumerate(given)
+    ]
+    *rows, rest = zip(*columns, strict=True)
 
     def named(row: Sequence[float]) -> dict[str, Any]:
         return {"weights": dict(zip(weights, row[:-1], strict=True)), "scale": row[-1]}
 
-    groups: list[tuple[list[str], Sequence[float]]] = []
-    for (match, _), row in zip(patterns, rows[:-1], strict=True):
-        if groups and groups[-1][1] == row:
-            groups[-1][0].append(match)
-        else:
-            groups.append(([match], row))
+    groups = groupby(zip(patterns, rows, strict=False), key=lambda pair: pair[1])
     return Choice(
         method=method,
-        **named(rows[-1]),
-        groups=tuple(Group(patterns=tuple(matches), **named(row)) for matches, row in groups),
+        **named(rest),
+        groups=tuple(
+            Group(tuple(match for match, _ in alike), **named(row)) for row, alike in groups
+        ),
     )
 
 
-def _last(value: Mapping[str, Any], default: float) -> float:
-    """Return the value of `by_name` for all other tensors."""
-    rest = (entry["value"] for entry in value[BY_NAME] if "*" in patterns_of(entry))
-    return float(next(rest, default))
-
-
-def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the patterns and values before the entry for all other tensors."""
+def _entries(value: Mapping[str, Any], default: float) -> list[tuple[str, Any]]:
+    """Return the patterns and values of `by_name`, up to `*`, the value for all other tensors."""
     found: list[tuple[str, Any]] = []
-    for entry in value[BY_NAME]:
+    for entry in (*value[BY_NAME], {"value": default}):
         patterns = patterns_of(entry)
         if "*" in patterns:
+            found.append(("*", entry["value"]))
             break
         found += [(pattern, entry["value"]) for pattern in patterns]
     return found

@@ -228,16 +228,14 @@ def truncated_svd(
     k: int,
     *,
     rtol: float,
-    scale: float | None = None,
     rounding: Rounding = EXACT,
     equals: bool = True,
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
-    Directions whose singular value is at or below `rtol` times `scale` (by default the largest singular
-    value), or that are no more than `rounding`, are beyond the numerical rank (`numerical_rank`). They are
-    arbitrary and never kept. All singular values that equal the k-th are kept, because the order of their
-    directions is arbitrary. With `equals=False`, k is an upper bound.
+    Directions whose singular value is at or below `rtol` times the largest, or that are no more than
+    `rounding`, are beyond the numerical rank (`numerical_rank`). They are arbitrary and never kept. All
+    singular values that equal the k-th are kept, because the order of their directions is arbitrary. With `equals=False`, k is an upper bound.
 
     Float64 is computed by an SVD. Float32 is computed by the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
@@ -247,7 +245,7 @@ def truncated_svd(
         >>> top.leading.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
-    return _truncated(matrix, _Wanted(k, rtol, scale, rounding, matrix.shape, equals))
+    return _truncated(matrix, _Wanted(k, rtol, None, rounding, matrix.shape, equals))
 
 
 def leading_svd(
@@ -266,7 +264,8 @@ def leading_svd(
     (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
     everything is computed as in `truncated_svd`.
 
-    `shape` is that of the matrix that has the `rounding`, if `matrix` is it in other coordinates.
+    `rtol` is in units of `scale`, by default the largest singular value. `shape` is that of the matrix that
+    has the `rounding`, if `matrix` is it in other coordinates.
 
     Example:
         >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
