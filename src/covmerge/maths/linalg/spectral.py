@@ -235,7 +235,8 @@ def truncated_svd(
 
     Directions whose singular value is at or below `rtol` times the largest, or that are no more than
     `rounding`, are beyond the numerical rank (`numerical_rank`). They are arbitrary and never kept. All
-    singular values that equal the k-th are kept, because the order of their directions is arbitrary. With `equals=False`, k is an upper bound.
+    singular values that equal the k-th are kept, because the order of their directions is arbitrary.
+    With `equals=False`, k is an upper bound.
 
     Float64 is computed by an SVD. Float32 is computed by the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
