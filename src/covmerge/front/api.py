@@ -29,7 +29,8 @@ from covmerge.front.keywords import (
     SearchKeywords,
     takes,
 )
-from covmerge.front.reporting import Report, ReportJob
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.job import ReportJob
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan

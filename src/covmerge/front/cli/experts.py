@@ -47,7 +47,8 @@ def inspect(
     given = options.given(locals())
     check_one_form(as_json=as_json, as_csv=as_csv)
     from covmerge.front.cli import flags, inspecting
-    from covmerge.front.reporting import Report, check_page, write_html
+    from covmerge.front.reporting.data import Report
+    from covmerge.front.reporting.job import check_page, write_html
     from covmerge.run.inspection.job import InspectJob
     from covmerge.run.sources import open_recipe
 

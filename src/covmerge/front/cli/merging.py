@@ -28,7 +28,7 @@ from covmerge.front.cli.console import print_json, printable, say, say_all, stde
 from covmerge.front.cli.machine import measure_speed
 from covmerge.front.cli.progress import BytesProgress
 from covmerge.front.cli.show import plan_summary, show_plan, show_result
-from covmerge.front.reporting import FILE_NAME, ReportJob, check_packages, write_html
+from covmerge.front.reporting.job import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.plan.recipe import Recipe, differing, dump_recipe, format_size
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for

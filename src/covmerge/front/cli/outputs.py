@@ -120,7 +120,7 @@ def report(
     from covmerge.files.checkpoints.manifest import read_manifest
     from covmerge.files.stores.address import local_path
     from covmerge.front.cli import flags
-    from covmerge.front.reporting import FILE_NAME, ReportJob, check_page, write_html
+    from covmerge.front.reporting.job import FILE_NAME, ReportJob, check_page, write_html
     from covmerge.front.reporting.page import summary
 
     how = flags.shown_options(given)
