@@ -100,10 +100,7 @@ def free_memory(
     """
     machine = Memory(psutil.virtual_memory().available // processes)
     found = [
-        *(
-            Memory(max(0, group.limit - group.taken) // processes, group.whose)
-            for group in _groups(root)
-        ),
+        *(Memory(group.size // processes, group.whose) for group in _groups(root)),
         *(
             Memory(max(0, job.size // processes - psutil.Process().memory_info().rss), job.whose)
             for job in _slurm(environment)
@@ -112,15 +109,8 @@ def free_memory(
     return min([machine, *found], key=lambda memory: memory.size)
 
 
-@dataclass(frozen=True)
-class _Group:
-    limit: int
-    taken: int
-    whose: str
-
-
-def _groups(root: Path) -> Iterator[_Group]:
-    """Yield the limits of this process's cgroup and of those above it; nothing where none is set."""
+def _groups(root: Path) -> Iterator[Memory]:
+    """Yield what is left of the limits of this process's cgroup and of those above it."""
     for mount, names, (limit, taken, reclaimed) in _mounts(root):
         # In a container the path is often the host's, and the container's own group is the mount point.
         for depth in range(len(names), -1, -1):
@@ -128,9 +118,8 @@ def _groups(root: Path) -> Iterator[_Group]:
             most, now = _number(folder / limit), _number(folder / taken)
             if most is not None and now is not None:
                 files = min(now, _stat(folder / "memory.stat", reclaimed))
-                yield _Group(
-                    most, now - files, f"the memory limit of this cgroup ({folder / limit})"
-                )
+                whose = f"the memory limit of this cgroup ({folder / limit})"
+                yield Memory(max(0, most - (now - files)), whose)
 
 
 def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str, tuple[str, str]]]]:

@@ -53,17 +53,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declared:
-    """A registered function; its keyword arguments are its parameters.
-
-    Attributes:
-        name: its name in recipes.
-        kernel: the function.
-    """
+    """A registered function; its keyword arguments are its parameters."""
 
     kind: ClassVar[str] = "function"
 
-    name: str
-    kernel: Callable[..., Any]
+    name: str  # its name in recipes
+    kernel: Callable[..., Any]  # the function
 
     def __post_init__(self) -> None:
         """Check that the function can be called with its operands and keyword parameters."""

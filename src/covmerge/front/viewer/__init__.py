@@ -12,6 +12,7 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 
 from covmerge.base.errors import InputError
@@ -99,11 +100,9 @@ def _place(source: str, kind: object) -> str:
 
 def _free(name: str, recipe: Recipe) -> str:
     """Return a name that no expert has."""
-    taken, found, count = {expert.lower() for expert in recipe.experts}, name, 1
-    while found in taken:
-        count += 1
-        found = f"{name}-{count}"
-    return found
+    taken = {expert.lower() for expert in recipe.experts}
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in taken)
 
 
 # The page as one file, which loads nothing.
