@@ -1,4 +1,4 @@
-"""What `covmerge compare` prints: scores, sizes, and the best method."""
+"""What `covmerge compare` and `covmerge search` print: scores, sizes, trials, and the best of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from rich.table import Table
 
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import counted
-from covmerge.front.cli.console import (
-    NOTE,
-    WARNING,
-    facts,
-    format_seconds,
-    printable,
-    say,
-    table,
-)
+from covmerge.front.cli.console import NOTE, WARNING, facts, format_seconds, printable, say, table
 from covmerge.plan.recipe import format_size
+from covmerge.plan.recipe.search import Value
 from covmerge.run.comparison import Comparison
 from covmerge.run.scoring.table import (
     CSV_NAME,
@@ -30,6 +23,10 @@ from covmerge.run.scoring.table import (
     ScoreTable,
     written,
 )
+from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, FRONT
+from covmerge.run.search.job import CSV_NAME as SEARCH_CSV
+from covmerge.run.search.result import Search
+from covmerge.run.search.trials import RECORD, Trial
 
 _WIDTH = 80
 
@@ -236,3 +233,52 @@ def _columns(experts: Sequence[str], values: Mapping[str, Mapping[str, float]]) 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+# `covmerge search`: the best trials, and the facts about the search.
+
+_BEST = 10  # trials to show
+
+
+def show_search(console: Console, found: Search) -> None:
+    """Print the best trials, their values, and the facts about the search."""
+    best = _best(found)
+    shown = [*([found.untuned] if found.untuned else []), *best]
+    order = {trial.label: place for place, trial in enumerate(shown)}
+    for title, scores in (
+        ("the examples that were searched", found.seen),
+        ("the others", found.held_out),
+    ):
+        if scores is not None:
+            console.print(f"Scores on {title}" if found.held_out else "Scores")
+            rows = [row for row in scores.rows if row.label in order]
+            rows.sort(key=lambda row: order[row.label])
+            show_scores(console, ScoreTable(scores.scorer, tuple(rows), {}))
+    names = list(dict.fromkeys(name for trial in best for name in trial.chosen))
+    values = table("value", *(trial.label for trial in best), right=[trial.label for trial in best])
+    for name in names:
+        values.add_row(name, *(_shown(trial.chosen.get(name)) for trial in best))
+    console.print(values)
+    said = list(found.says())
+    if failed := [trial for trial in found.trials if trial.failed]:
+        why = f"{failed[0].label}: {failed[0].failed}"
+        said.append((WARNING, f"{counted(len(failed), 'trial')} failed. {why}"))
+    said += [(NOTE, note) for note in found.notes]
+    out = found.path
+    files = f"{out / BEST_RECIPE}, {out / BEST_MODEL}" if found.best else f"{out / FRONT}/*.yml"
+    said.append(("files", f"{files}, {out / SEARCH_CSV}; for Optuna's dashboard {out / RECORD}"))
+    console.print(facts(said))
+
+
+def _best(found: Search) -> list[Trial]:
+    """Return the trials to show: the Pareto front, or those with the highest scores."""
+    if len(found.objectives) > 1:
+        return list(found.front[:_BEST])
+    known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]
+    return [trial for _, trial in sorted(known, key=lambda pair: pair[0], reverse=True)[:3]]
+
+
+def _shown(value: Value | None) -> str:
+    if value is None:
+        return ""
+    return written(value) if isinstance(value, float) else str(value)

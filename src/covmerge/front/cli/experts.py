@@ -255,7 +255,7 @@ def search(
     """
     given = options.given(locals())
     check_one_form(as_json=as_json, as_csv=as_csv)
-    from covmerge.front.cli import flags, searching
+    from covmerge.front.cli import comparing, flags
     from covmerge.front.cli.progress import scoring_shown
     from covmerge.plan.recipe.search import Template
     from covmerge.run.scoring.scorer import scorer_of
@@ -282,4 +282,4 @@ def search(
     elif as_csv:
         print_csv(found)
     else:
-        searching.show(stdout(), found)
+        comparing.show_search(stdout(), found)

@@ -13,12 +13,7 @@ from rich.table import Table
 from covmerge.base.findings import Severity, by_text
 from covmerge.base.settings import PREFERRED
 from covmerge.base.text import counted
-from covmerge.front.cli.console import (
-    facts,
-    format_seconds,
-    printable,
-    table,
-)
+from covmerge.front.cli.console import facts, format_seconds, printable, table
 from covmerge.maths.covariance.estimate import Statistic
 from covmerge.plan.recipe import format_size
 from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
