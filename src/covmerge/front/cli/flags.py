@@ -49,9 +49,6 @@ def place_paths(
 
     The experts come from either a recipe or flags (`--expert`, `--run`). Without an output nothing is
     written, or there are `--stages`.
-
-    Raises:
-        RecipeError: too few paths are given, or two sources of experts.
     """
     if dry_run and stages:
         raise RecipeError(

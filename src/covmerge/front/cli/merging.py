@@ -44,13 +44,7 @@ _SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
-    """Print the plan of a merge.
-
-    Raises:
-        InputError: any error that would stop the merge before its first tensor. If the error is
-            about the output folder, the plan is printed first.
-        ResourceError: the output does not fit on the disk; the plan is printed first.
-    """
+    """Print the plan of a merge, also where the output folder or the disk's room then is an error."""
     with open_recipe(recipe) as opened:
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])
@@ -86,19 +80,18 @@ def merge_to(
     verbose: bool = False,
     as_json: bool,
 ) -> None:
-    """Merge, and print the result.
-
-    Raises:
-        InputError: any input is wrong; no files are left behind.
-        CheckFailed: the output failed its verification.
-        KeyboardInterrupt: interrupted; the message says how to continue.
-    """
+    """Merge, and print the result."""
     start = time.perf_counter()
     result = _merged(recipe, out, options)
     if result.verification is None:  # another rank has published it
         _say_published(result, out, as_json=as_json)
         return
-    run = _cost(result, options, wall_seconds=time.perf_counter() - start)
+    run: dict[str, Any] = {
+        **result.run,
+        "wall_seconds": time.perf_counter() - start,
+        "threads": options.threads or torch.get_num_threads(),
+        "device": str(options.torch_device),
+    }
     if not as_json:
         show_result(stdout(), result, run, verbose=verbose)
     page = _write_page(result, out, options) if report else None
@@ -136,15 +129,6 @@ def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:
     )
     write_html(job.run(), out / FILE_NAME)
     return out / FILE_NAME
-
-
-def _cost(result: MergeResult, options: RunOptions, *, wall_seconds: float) -> dict[str, Any]:
-    return {
-        **result.run,
-        "wall_seconds": wall_seconds,
-        "threads": options.threads or torch.get_num_threads(),
-        "device": str(options.torch_device),
-    }
 
 
 def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:

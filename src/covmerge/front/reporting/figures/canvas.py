@@ -213,10 +213,6 @@ class NothingToDraw(InputError):
 
 
 def require(found: object, what: str) -> None:
-    """Raise an error if there is nothing to draw.
-
-    Raises:
-        NothingToDraw: there is nothing; the message says what is missing.
-    """
+    """Raise NothingToDraw, whose message says what is missing, if nothing was found."""
     if not found:
         raise NothingToDraw(f"there is nothing to draw: {what}")
