@@ -203,7 +203,7 @@ def _examples(
         raise InputError(f"--inputs {inputs} needs no {data}: leave it out")
     if inputs == "random" and "start" in made:
         raise InputError(f"--start {made['start']} belongs to --inputs generated: leave it out")
-    drawn = {"start": "random"} if inputs == "random" else {}
+    drawn: dict[str, Any] = {"start": "random"} if inputs == "random" else {}
     return Generated(**made, **drawn), data
 
 

@@ -274,7 +274,8 @@ def leading_svd(
         ([3.0], [[1.0, 0.0, 0.0]])
     """
     wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
-    choice = leading_choice(*matrix.shape, k, matrix.dtype.itemsize, matrix.device.type)
+    d_out, d_in = matrix.shape
+    choice = leading_choice(d_out, d_in, k, matrix.dtype.itemsize, matrix.device.type)
     if choice.taken != "refined":
         return _truncated(matrix, wanted)
     gram = float64_gram(wide_of(matrix))
@@ -283,7 +284,8 @@ def leading_svd(
 
 
 def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
-    if spectrum_choice(*matrix.shape, wanted.k, matrix.dtype.itemsize).taken != "svd":
+    d_out, d_in = matrix.shape
+    if spectrum_choice(d_out, d_in, wanted.k, matrix.dtype.itemsize).taken != "svd":
         return _of_gram(matrix, float64_gram(wide_of(matrix)), wanted)
     left, sigma, right = svd(matrix)
     k, rank, end = wanted.of(sigma)
