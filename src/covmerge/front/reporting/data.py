@@ -107,17 +107,6 @@ def changed(layer: LayerView, values: Mapping[str, float]) -> dict[str, float | 
     return {expert: value if norms[expert] else None for expert, value in values.items()}
 
 
-def keeps_least(inspection: Inspection) -> str:
-    """Return the expert with the lowest retention; if several retain nothing, the one harmed most."""
-    shares = inspection.retention()
-
-    def standing(expert: str) -> tuple[float, float]:
-        raw = mean(layer.retention.get(expert) for layer in inspection.matrices)
-        return shares[expert], raw or 0.0
-
-    return min(shares, key=standing)
-
-
 def moved_by(inspection: Inspection, expert: str) -> float:
     """Return ‖Δ_t‖ / ‖W_0‖ over all matrices."""
     base = hypot(*(layer.sums.base_norm for layer in inspection.matrices))

@@ -11,15 +11,7 @@ from typing import Any
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from covmerge.front.reporting.data import (
-    Inspect,
-    changed,
-    inspection_of,
-    keeps_least,
-    kind_name,
-    mean,
-    moved_by,
-)
+from covmerge.front.reporting.data import Inspect, changed, inspection_of, kind_name, mean, moved_by
 from covmerge.front.reporting.figures import canvas
 from covmerge.front.reporting.grid import Panel, panels
 from covmerge.front.reporting.style import MUTED, PAPER, cosine, number, quoted, share, shorten
@@ -103,7 +95,10 @@ def _who_keeps_least(
     """Return a title on the lowest predicted retention; for adapters it is not valid (`page.RETENTION`)."""
     if inspection.adapters:
         return "What is predicted to be kept; of adapters it does not agree with accuracy"
-    worst, best = keeps_least(inspection), max(shares, key=shares.__getitem__)
+    best = max(shares, key=shares.__getitem__)
+    # Of several that keep nothing, the one that was harmed most.
+    raw = {e: mean(layer.retention.get(e) for layer in inspection.matrices) or 0.0 for e in shares}
+    worst = min(shares, key=lambda expert: (shares[expert], raw[expert]))
     if len(shares) > 1 and share(shares[best]) == share(shares[worst]):
         return f"By prediction every expert keeps {share(shares[worst])} of what it adds"
     title = f"{quoted(worst)} keeps least by prediction, {share(shares[worst])} of what it adds"
