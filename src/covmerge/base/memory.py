@@ -43,8 +43,7 @@ class Allowance:
 
     size: int  # bytes
     given: str  # the words that follow the number in a message: who set the limit
-    # whether memory that the process already uses counts towards `size`; else `size` comes on top
-    # of it
+    # whether memory that the process already uses counts towards `size`; else `size` comes on top of it
     in_all: bool
 
 

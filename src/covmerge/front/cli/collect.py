@@ -196,8 +196,9 @@ def _examples(
     if inputs not in _USAGE:
         raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
     if inputs == "data":
-        for name in [name for name in made if name != "seed"]:
-            raise InputError(f"--{name} belongs to --inputs generated: leave it out, or pass that")
+        unfit = next((name for name in made if name != "seed"), None)
+        if unfit is not None:
+            raise InputError(f"--{unfit} belongs to --inputs generated: leave it out, or pass that")
         return data, out
     if out is not None:
         raise InputError(f"--inputs {inputs} needs no {data}: leave it out")

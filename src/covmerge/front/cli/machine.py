@@ -43,8 +43,7 @@ class Speed:
     """The measured rates of this machine."""
 
     flops: float  # floating-point operations per second, in matrix products of the compute dtype
-    # floating-point operations per second in eigenproblems, as plans count them; None if the plan
-    # has none
+    # floating-point operations per second in eigenproblems, as plans count them; None if the plan has none
     eigen: float | None
     # share of the requested processors' time that this process got during the measurement; 1 for
     # other devices

@@ -44,7 +44,7 @@ _SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
-    """Print the plan of a merge, also where the output folder or the disk's room then is an error."""
+    """Print the plan of a merge; errors about the output folder and the disk's room come after it."""
     with open_recipe(recipe) as opened:
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])

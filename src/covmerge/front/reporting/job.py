@@ -40,8 +40,7 @@ class ReportJob:
     measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # the output's verification, if it was just made; None: verify the output now
     verification: Verification | None = None
-    # largest share of the merge's FLOPs that "some" spectra may take; None: the limit of an
-    # inspection
+    # largest share of the merge's FLOPs that "some" spectra may take; None: the limit of an inspection
     share: float | None = None
 
     def run(self) -> Report:

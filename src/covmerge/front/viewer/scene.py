@@ -170,8 +170,8 @@ class Scene:
     def as_json(self) -> dict[str, Json]:
         """Return the whole scene for the page; names from checkpoints are plain text, not markup."""
         inspection, merged = self.inspection, self.merged
-        exact = choice_of(self.recipe)  # else the page begins with the mean of the experts
-        start = exact or Choice("average", dict.fromkeys(inspection.compared, 1.0))
+        own = choice_of(self.recipe)  # else the page begins with the mean of the experts
+        start = own or Choice("average", dict.fromkeys(inspection.compared, 1.0))
         columns = [*inspection.compared, *([] if merged is None else [merged])]
         layers = inspection.matrices
         shown = panels((layer.name, number) for number, layer in enumerate(layers))
@@ -179,7 +179,7 @@ class Scene:
             "title": printable(self.title),
             "version": __version__,
             "method": self.recipe.method,
-            "exact": exact is not None,
+            "exact": own is not None,
             "experts": list(inspection.compared),
             "columns": columns,
             "merged": merged,

@@ -30,12 +30,10 @@ _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 class Cholesky:
     """A + (ridge + jitter)·I = L Lᵀ."""
 
-    # L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation
-    # broke down
+    # L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation broke down
     factor: Tensor
     jitter: float  # what was added to the diagonal beyond the requested ridge; normally 0
-    # squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal condition
-    # number
+    # squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal condition number
     rcond: float
 
     def solve_right(self, rows: Tensor) -> Tensor:

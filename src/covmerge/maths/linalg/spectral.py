@@ -38,8 +38,7 @@ class TruncatedSvd:
 
     left: Tensor  # U_k `(d_out, k)`, of F's dtype
     right: Tensor  # V_kᵀ `(k, d_in)`, of F's dtype
-    # the singular values of F, float64, descending; from `leading_svd` possibly only the leading
-    # ones
+    # the singular values of F, float64, descending; from `leading_svd` possibly only the leading ones
     sigma: Tensor
     rank: int  # the numerical rank of F; from `leading_svd` possibly only a lower bound of it
     floor: float  # the cut-off below which singular values do not count
@@ -66,8 +65,7 @@ class LeadingDirections:
 
     isometry: Tensor  # U_k V_kᵀ, of F's shape and dtype; its residual has been checked
     sigma: Tensor  # all singular values, float64, descending
-    # the number of kept directions: the requested number and those equal to the last, at most
-    # `rank`
+    # the number of kept directions: the requested number and those equal to the last, at most `rank`
     k: int
     rank: int  # the numerical rank of F
     leading: Tensor  # the singular values of the kept directions, float64
