@@ -400,11 +400,7 @@ def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, 
 
 
 def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the options into keywords of `merge` and parameters of the method.
-
-    Raises:
-        RecipeError: a name is neither, but close to one of the keywords.
-    """
+    """Split the options into keywords of `merge` and parameters of the method."""
     keywords = MergeKeywords.__annotations__
     params = {name: value for name, value in options.items() if name not in keywords}
     # If no method is given, a parameter that the chosen method does not have is refused later.
@@ -441,11 +437,7 @@ def _fields_of(job: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:
-    """Raise an error for unknown keywords, from callers without a type checker.
-
-    Raises:
-        RecipeError: a keyword is unknown, and would be ignored.
-    """
+    """Raise an error for unknown keywords, which would be ignored, from callers without a type checker."""
     known = keywords.__annotations__
     for name in options:
         if name in known:
@@ -469,7 +461,6 @@ def _named_method(rule: Any) -> Any:
 
 
 def _files(statistics: object) -> dict[str, str]:
-    """Return the files of statistics by expert."""
     if not isinstance(statistics, Mapping):
         raise RecipeError(
             f"statistics is a {type(statistics).__name__}, no mapping: pass {{expert: FILE}}"

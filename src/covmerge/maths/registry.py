@@ -86,16 +86,9 @@ class Declared:
 
     @contextmanager
     def naming_failures(self, work: str) -> Generator[None]:
-        """Turn an exit of the program, and a lack of memory, into an error that names the function.
+        """Turn an exit of the program, and a lack of memory, into an error that names function and work.
 
         A SystemExit would end the program, or silently the thread in which it is raised.
-
-        Args:
-            work: what the function is asked for meanwhile, for messages.
-
-        Raises:
-            TensorError: the function raised SystemExit.
-            ResourceError: the function raised MemoryError.
         """
         try:
             yield
@@ -113,11 +106,7 @@ class Declared:
 
     @contextmanager
     def leaving(self, given: Sequence[Tensor]) -> Generator[None]:
-        """Check that the function does not change tensors in place, which torch counts.
-
-        Raises:
-            TensorError: a tensor was changed; other methods and steps get the same tensors.
-        """
+        """Check that the function does not change tensors in place, which torch counts."""
         tensors = [tensor for tensor in given if not tensor.is_inference()]
         before = [tensor._version for tensor in tensors]
         yield
@@ -178,12 +167,7 @@ class Declared:
     def for_experts(
         self, parameters: Parameters, experts: Sequence[str], present: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters for those experts that have a tensor.
-
-        Args:
-            parameters: all parameters, as `resolve` returns them.
-            experts: names of all experts, in their order.
-            present: names of the experts that have the tensor; None: all of them.
+        """Return resolved parameters for the experts that are `present` in a tensor; None: all of them.
 
         Raises:
             RecipeError: a list has another number of values than there are experts.
@@ -381,10 +365,8 @@ _TAKEN = ("all",)  # words with another meaning in places where a name is given
 class Table(Generic[_D]):
     """All registered functions of one kind, in alphabetical order.
 
-    Args:
-        kind: the class of its entries.
-        group: the entry point group in which packages announce more of them.
-        other_names: names used elsewhere, in lower case with `_`, and the text that says covmerge's name.
+    Packages announce more of them in an entry point `group`. `other_names` are those used elsewhere, in lower
+    case with `_`, each with the text that says covmerge's name.
     """
 
     def __init__(
