@@ -365,8 +365,8 @@ _TAKEN = ("all",)  # words with another meaning in places where a name is given
 class Table(Generic[_D]):
     """All registered functions of one kind, in alphabetical order.
 
-    Packages announce more of them in an entry point `group`. `other_names` are those used elsewhere, in lower
-    case with `_`, each with the text that says covmerge's name.
+    Packages announce more of them in an entry point `group`. `other_names` are those used elsewhere, in
+    lower case with `_`, each with the text that says covmerge's name.
     """
 
     def __init__(
