@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.measure import machine, spawn
 from benchmarks.models import LLAMA, WORK, apart, checkpoints
-from covmerge.front.reporting import ReportJob
 from covmerge.front.reporting.html import render
+from covmerge.front.reporting.job import ReportJob
 from covmerge.run.verification import Verification
 
 RESULTS = Path(__file__).parent / "results"

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -256,10 +257,13 @@ def test_what_nobody_expected_keeps_its_traceback(models, monkeypatch):
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_memory_beyond_the_limit_is_said(models, monkeypatch, options):
-    cost = merging._cost
-    monkeypatch.setattr(
-        merging, "_cost", lambda *a, **k: {**cost(*a, **k), "peak_memory": 200 * 10**9}
-    )
+    merged = merging._merged
+
+    def large(*given):
+        result = merged(*given)
+        return replace(result, run={**result.run, "peak_memory": 200 * 10**9})
+
+    monkeypatch.setattr(merging, "_merged", large)
     limit = ["--max-memory", "150GB"]
     ran = covmerge("merge", *flags(models), models / "out", *limit, *options)
     assert ran.stderr.startswith(

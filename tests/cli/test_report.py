@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from covmerge.front.reporting import FILE_NAME
+from covmerge.front.reporting.job import FILE_NAME
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import flags, words
 from tests.report.pages import parse

@@ -11,7 +11,7 @@ import covmerge
 from covmerge.errors import CheckpointError
 from covmerge.files.adapters.parts import diffusers_name, flat_name
 from covmerge.files.checkpoints.open import open_checkpoint
-from covmerge.front.reporting import ReportJob
+from covmerge.front.reporting.job import ReportJob
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e import diffusion

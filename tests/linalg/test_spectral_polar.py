@@ -6,6 +6,7 @@ import torch
 from covmerge.maths.linalg.polar import orthogonalized, polar
 from covmerge.maths.linalg.spectral import (
     leading_directions,
+    leading_svd,
     rank_tolerance,
     residual,
     truncated_svd,
@@ -44,8 +45,8 @@ def test_nothing_beyond_the_rank(dtype):
 def test_the_cut_off_may_be_relative_to_another_matrix():
     matrix = torch.diag(torch.tensor([1.0, 0.1]))
     assert truncated_svd(matrix, 2, rtol=1e-2).rank == 2
-    assert truncated_svd(matrix, 2, rtol=1e-2, scale=20.0).rank == 1
-    assert truncated_svd(matrix, 2, rtol=1e-2, scale=200.0).rank == 0
+    assert leading_svd(matrix, 2, rtol=1e-2, scale=20.0).rank == 1
+    assert leading_svd(matrix, 2, rtol=1e-2, scale=200.0).rank == 0
 
 
 def test_the_tolerance_given_is_taken():

@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 
 from covmerge.base.types import LowRank
 from covmerge.maths.measures.retention import retention
-from covmerge.maths.measures.sums import kept, quadratics
+from covmerge.maths.measures.sums import quadratics
+
+
+def kept(form, expert, weights):
+    """What a weighted sum keeps of an expert s, 2 (Q_s w)_s − wᵀ Q_s w, as the page computes it."""
+    image = form @ weights
+    return float(2.0 * image[expert] - weights @ image)
 
 
 def drawn(generator, shape, scale):

@@ -179,7 +179,7 @@ def test_a_place_in_torchs_stream_whoever_asks_first():
     torch.manual_seed(2**40 + 5)
     numbers = torch.rand(50_000)
     for place, size in ((40_000, 100), (3, 5), (39_999, 3), (0, 50_000), (20_000, 0)):
-        found = mersenne_twister(2**40 + 5).uniform(place, (size,))
+        found = mersenne_twister(2**40 + 5).along(place, size)((size,))
         assert torch.equal(found, numbers[place : place + size])
 
 

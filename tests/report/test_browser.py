@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from covmerge.front import api
-from covmerge.front.reporting import write_html
+from covmerge.front.reporting.job import write_html
 from tests.e2e.models import save_family
 from tests.report.browsing import (
     DESKTOP,

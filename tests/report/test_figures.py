@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.errors import InputError
-from covmerge.front.reporting import LayerCost, Report, figures, tables
+from covmerge.front.reporting import figures, tables
+from covmerge.front.reporting.data import LayerCost, Report
 from covmerge.front.reporting.grid import panels
 from covmerge.run.inspection.result import LayerView
 from tests.advised import advice
@@ -349,7 +350,7 @@ def test_a_missing_package_says_what_to_install():
     code = """
 import sys
 from covmerge.errors import InputError
-from covmerge.front.reporting import check_packages
+from covmerge.front.reporting.job import check_packages
 for missing in ("matplotlib", "jinja2"):
     sys.modules[missing] = None
     try:

@@ -11,9 +11,10 @@ import torch
 from covmerge.base.findings import Finding, Severity
 from covmerge.errors import InputError
 from covmerge.front import api
-from covmerge.front.reporting import FILE_NAME, Report, tables, write_html
 from covmerge.front.reporting import html as page
-from covmerge.front.reporting.data import shown_spectra
+from covmerge.front.reporting import tables
+from covmerge.front.reporting.data import Report, shown_spectra
+from covmerge.front.reporting.job import FILE_NAME, write_html
 from covmerge.front.reporting.pictures import pictures
 from covmerge.front.reporting.style import number
 from covmerge.run.verification.outcome import Check

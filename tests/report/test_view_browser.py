@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import covmerge
 from covmerge.front import api
-from covmerge.front.viewer import Choice, Group, ViewJob, choice_of, write_html
+from covmerge.front.viewer import ViewJob, write_html
+from covmerge.front.viewer.scene import Choice, Group, choice_of
 from covmerge.plan.recipe import load_recipe
 from tests.report.browsing import (
     SCHEMES,

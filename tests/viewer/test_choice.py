@@ -2,8 +2,7 @@
 
 import pytest
 
-from covmerge.front.viewer import choice_of
-from covmerge.front.viewer.scene import fixed_part
+from covmerge.front.viewer.scene import choice_of, fixed_part
 from covmerge.plan.recipe import parse_recipe
 
 

@@ -12,10 +12,10 @@ from covmerge.errors import InputError
 from covmerge.front import api
 from covmerge.front.viewer import ViewJob
 from covmerge.front.viewer.scene import fixed_part
-from covmerge.maths.measures.sums import kept
 from covmerge.plan.recipe import parse_recipe
 from tests.cli.runs import covmerge
 from tests.e2e.models import build, save_family
+from tests.measures.test_quadratics import kept
 from tests.report.merges import checkpoints
 
 # transformers' own, when PEFT wraps a model.
@@ -70,7 +70,7 @@ def test_as_merged_and_any_sum_are_what_a_report_says(family, tmp_path):
     base, experts = save_family(family, tmp_path)
     library.merge(base, experts, "ties", tmp_path / "out")
     scene = scene_of(tmp_path / "out")
-    assert not scene.exact
+    assert not scene.as_json()["exact"]
     agree(predicted(scene, {"merged": 1.0}), reported(tmp_path / "out"))
     weights = {name: 0.3 + 0.4 * place for place, name in enumerate(scene.inspection.compared)}
     weights["merged"] = 0.5
@@ -84,9 +84,10 @@ def test_a_recipe_begins_with_its_own_weights(tmp_path):
     lines += ["  b: ./b.safetensors", "method: task_arithmetic", "parameters: {scale: 0.4}"]
     (tmp_path / "recipe.yml").write_text("\n".join(lines))
     scene = scene_of(tmp_path / "recipe.yml")
-    assert scene.exact
+    told = scene.as_json()
+    assert told["exact"]
     assert scene.merged is None
-    assert (scene.start.weights, scene.start.scale) == ({"a": 2.0, "b": 1.0}, 0.4)
+    assert (told["start"]["weights"], told["start"]["scale"]) == ({"a": 2.0, "b": 1.0}, 0.4)
     assert scene.sources == {
         key: str(tmp_path / f"{key or 'base'}.safetensors") for key in ("", "a", "b")
     }

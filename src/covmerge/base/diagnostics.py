@@ -141,12 +141,7 @@ class MergeSummary:
 
 
 def summarise(tensors: Sequence[TensorDiagnostics], always: Iterable[Summary] = ()) -> MergeSummary:
-    """Return what all summaries report, joined.
-
-    Args:
-        tensors: the diagnostics of each tensor.
-        always: summaries whose totals are reported even where no diagnostics list them; they come first.
-    """
+    """Return what all summaries report, joined; totals of those in `always` in any case, and first."""
     always = tuple(always)
     used = (summary for one in tensors for matrix in one.matrices for summary in matrix.summaries)
     shown = {summary: _of(summary, tensors) for summary in dict.fromkeys((*always, *used))}

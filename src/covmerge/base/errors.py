@@ -60,10 +60,7 @@ class TensorError(InputError):
 class NotFiniteError(TensorError):
     """A tensor of an input holds NaN or Inf, or the computation on it gives NaN or Inf.
 
-    Attributes:
-        tensor: the tensor's name in the base.
-        expert: the expert that the tensor belongs to; None: the base.
-        problem: what is wrong with the tensor, and what to do next.
+    `expert` None is the base; `problem` says what is wrong with the tensor, and what to do next.
     """
 
     def __init__(self, tensor: str, expert: str | None, problem: str) -> None:

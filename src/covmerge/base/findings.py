@@ -47,21 +47,14 @@ class Severity(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A fault or an oddity of a source, or of all of them.
-
-    Attributes:
-        severity: how bad it is.
-        text: what was found, and what to do next.
-        expert: the expert that it is about; None: the base, or all experts.
-        tensors: names in the base of the tensors that it is about; empty: the whole model.
-        name: the name of a fault of `FAULTS`, which a recipe may `allow`.
-    """
+    """A fault or an oddity of a source, or of all of them."""
 
     severity: Severity
-    text: str
-    expert: str | None = None
+    text: str  # what was found, and what to do next
+    expert: str | None = None  # the expert that it is about; None: the base, or all experts
+    # names in the base of the tensors that it is about; empty: the whole model
     tensors: tuple[str, ...] = ()
-    name: str | None = None
+    name: str | None = None  # the name of a fault of `FAULTS`, which a recipe may `allow`
 
     def __str__(self) -> str:
         whose = "" if self.expert is None else f"expert '{self.expert}': "

@@ -30,30 +30,20 @@ _MOST_READ, _MOST_DIGITS = 2**16, 19
 
 @dataclass(frozen=True)
 class Memory:
-    """An amount of memory, and which limit sets it.
+    """An amount of memory, and which limit sets it."""
 
-    Attributes:
-        size: bytes.
-        whose: `this machine's memory`, or the tighter limit with the file or variable it is read from.
-    """
-
-    size: int
+    size: int  # bytes
+    # `this machine's memory`, or the tighter limit with the file or variable it is read from
     whose: str = MACHINE
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The memory that a run may use, and how a message describes it.
+    """The memory that a run may use, and how a message describes it."""
 
-    Attributes:
-        size: bytes.
-        given: the words that follow the number in a message: who set the limit.
-        in_all: whether memory that the process already uses counts towards `size`; else `size` comes on
-            top of it.
-    """
-
-    size: int
-    given: str
+    size: int  # bytes
+    given: str  # the words that follow the number in a message: who set the limit
+    # whether memory that the process already uses counts towards `size`; else `size` comes on top of it
     in_all: bool
 
 
@@ -72,11 +62,7 @@ def _has_glibc() -> bool:
 
 
 class HeapTrimmer:
-    """A trimmer that returns freed memory to the system whenever the process exceeds its limit.
-
-    Args:
-        most: the limit in bytes; None: there is no limit.
-    """
+    """A trimmer that returns freed memory to the system whenever the process exceeds its limit in bytes."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -90,11 +76,7 @@ class HeapTrimmer:
 
 
 def allowance(max_memory: int | None, processes: int = 1) -> Allowance:
-    """Return the memory that this process may use.
-
-    Args:
-        max_memory: the limit in bytes on all memory of the process; None: the free memory is the limit.
-        processes: the number of such processes, which share the free memory.
+    """Return the memory that this process may use: `max_memory` in all, or its share of what is free.
 
     Example:
         >>> allowance(2**30).in_all, allowance(None).in_all
@@ -113,19 +95,11 @@ def free_memory(
 
     The tightest of these limits counts: the machine's available memory; what is left of the limits of
     this process's cgroup and of those above it (Docker, Kubernetes, systemd, Slurm); and the memory that
-    Slurm gave the job, which holds even where no cgroup enforces it.
-
-    Args:
-        processes: the number of such processes, which share the memory.
-        root: the root of the file system with the files of cgroups.
-        environment: the environment with Slurm's variables.
+    Slurm gave the job, which holds even where no cgroup enforces it. `processes` such processes share it.
     """
     machine = Memory(psutil.virtual_memory().available // processes)
     found = [
-        *(
-            Memory(max(0, group.limit - group.taken) // processes, group.whose)
-            for group in _groups(root)
-        ),
+        *(Memory(group.size // processes, group.whose) for group in _groups(root)),
         *(
             Memory(max(0, job.size // processes - psutil.Process().memory_info().rss), job.whose)
             for job in _slurm(environment)
@@ -134,15 +108,8 @@ def free_memory(
     return min([machine, *found], key=lambda memory: memory.size)
 
 
-@dataclass(frozen=True)
-class _Group:
-    limit: int
-    taken: int
-    whose: str
-
-
-def _groups(root: Path) -> Iterator[_Group]:
-    """Yield the limits of this process's cgroup and of those above it; nothing where none is set."""
+def _groups(root: Path) -> Iterator[Memory]:
+    """Yield what is left of the limits of this process's cgroup and of those above it."""
     for mount, names, (limit, taken, reclaimed) in _mounts(root):
         # In a container the path is often the host's, and the container's own group is the mount point.
         for depth in range(len(names), -1, -1):
@@ -150,9 +117,8 @@ def _groups(root: Path) -> Iterator[_Group]:
             most, now = _number(folder / limit), _number(folder / taken)
             if most is not None and now is not None:
                 files = min(now, _stat(folder / "memory.stat", reclaimed))
-                yield _Group(
-                    most, now - files, f"the memory limit of this cgroup ({folder / limit})"
-                )
+                whose = f"the memory limit of this cgroup ({folder / limit})"
+                yield Memory(max(0, most - (now - files)), whose)
 
 
 def _mounts(root: Path) -> Iterator[tuple[Path, tuple[str, ...], tuple[str, str, tuple[str, str]]]]:

@@ -102,10 +102,6 @@ def caller_now() -> Caller:
 class Hint:
     """A setting and its value; its text is a flag, a recipe key or a Python argument.
 
-    Attributes:
-        setting: its name as an argument in Python.
-        value: the value to set; None: no particular value.
-
     Example:
         >>> hint = Hint("out_dtype", "float32")
         >>> for caller in ("flags", "recipe", "python"):
@@ -116,8 +112,8 @@ class Hint:
         out_dtype="float32"
     """
 
-    setting: str
-    value: Value = None
+    setting: str  # its name as an argument in Python
+    value: Value = None  # the value to set; None: no particular value
 
     def __str__(self) -> str:
         value = True if self.value is None and self.setting in SWITCHES else self.value
@@ -130,10 +126,6 @@ class Hint:
 
 def rules_for(*matches: str, use: str = "base") -> str:
     """Return how messages write one or several rules, in a recipe or as an argument; no flag sets rules.
-
-    Args:
-        matches: names of tensors, or patterns, one for each rule.
-        use: what the rules do with these tensors.
 
     Example:
         >>> rules_for("*.norm.*")

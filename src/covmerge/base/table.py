@@ -23,15 +23,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of numbers. The first column names what each row is about.
+    """Rows of numbers. The first column names what each row is about."""
 
-    Attributes:
-        columns: headings, with units.
-        rows: rows with a cell for each column; None: there is no number.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    columns: tuple[str, ...]  # headings, with units
+    rows: tuple[tuple[Cell, ...], ...]  # rows with a cell for each column; None: there is no number
 
     def csv(self) -> str:
         """Return comma-separated values under one line of headings: numbers in full, missing ones empty.
@@ -109,10 +104,7 @@ _WIDTH, _HEIGHT, _EDGE = 480, 120, 8
 def table_html(table: Table, *, drawn: Collection[str] = (), most: int = _ROWS) -> str:
     """Return a table as HTML. Of more than `most` rows, those in the middle are replaced by their count.
 
-    Args:
-        table: the rows.
-        drawn: headings of columns of non-negative numbers that get a bar behind each number.
-        most: the largest number of rows to show.
+    The numbers in the columns `drawn` are not negative, and have a bar behind them.
 
     Example:
         >>> table_html(Table(("x",), (("<b>",),)))

@@ -40,14 +40,10 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a model with a folder of its own, as sentence-transformers writes them.
+    """A part of a model with a folder of its own, as sentence-transformers writes them."""
 
-    Attributes:
-        folder: its path in the model's folder, with `/` between the parts.
-        config: its config.json, if it has one.
-    """
-
-    folder: str
+    folder: str  # its path in the model's folder, with `/` between the parts
+    # its config.json, if it has one
     config: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -63,20 +59,14 @@ class Module:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """Name, shape and dtype of a stored tensor, without its values.
+    """Name, shape and dtype of a stored tensor, without its values."""
 
-    Attributes:
-        name: the tensor's name in its checkpoint.
-        shape: the tensor's shape.
-        dtype: the dtype of its numbers.
-        complex: whether it is stored complex; then its last axis has the real and the imaginary part.
-        module: the part of the model that it belongs to; None: it is in the model's own folder.
-    """
-
-    name: str
+    name: str  # the tensor's name in its checkpoint
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # whether it is stored complex; then its last axis has the real and the imaginary part
     complex: bool = False
+    # the part of the model that it belongs to; None: it is in the model's own folder
     module: Module | None = None
 
     @property
@@ -204,21 +194,16 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Rounding:
-    """The error that rounding adds to a matrix: a matrix E of independent entries.
+    """The error that rounding adds to a matrix: a matrix E of independent entries."""
 
-    Attributes:
-        edge: the largest singular value of E.
-        energy: ‖E‖²_F.
-        before: ‖·‖²_F that rounding of the update before it was stored may add to `energy`.
-        eps: relative precision of the arithmetic that made the matrix; 0: the matrix is exact.
-        floor: for a sum, the largest singular value of the error of summing its terms, which are larger
-            than the sum where they cancel.
-    """
-
-    edge: float = 0.0
-    energy: float = 0.0
+    edge: float = 0.0  # the largest singular value of E
+    energy: float = 0.0  # ‖E‖²_F
+    # ‖·‖²_F that rounding of the update before it was stored may add to `energy`
     before: float = 0.0
+    # relative precision of the arithmetic that made the matrix; 0: the matrix is exact
     eps: float = 0.0
+    # for a sum, the largest singular value of the error of summing its terms, which are larger than
+    # the sum where they cancel
     floor: float = 0.0
 
     def times(self, factor: float) -> Rounding:
@@ -247,17 +232,11 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Frame:
-    """Orthonormal bases U, Q that hold all updates of a layer: Δ_t = U · core_t · Qᵀ.
+    """Orthonormal bases U, Q that hold all updates of a layer: Δ_t = U · core_t · Qᵀ."""
 
-    Attributes:
-        shape: `(d_out, d_in)` of the layer.
-        ones_out: Uᵀ𝟏 `(p,)`, where 𝟏 lies in the span of U.
-        ones_in: Qᵀ𝟏 `(q,)`.
-    """
-
-    shape: tuple[int, int]
-    ones_out: Tensor
-    ones_in: Tensor
+    shape: tuple[int, int]  # `(d_out, d_in)` of the layer
+    ones_out: Tensor  # Uᵀ𝟏 `(p,)`, where 𝟏 lies in the span of U
+    ones_in: Tensor  # Qᵀ𝟏 `(q,)`
 
 
 class Uniform(Protocol):
@@ -270,18 +249,13 @@ class Uniform(Protocol):
 
 @dataclass(frozen=True)
 class Measured:
-    """What data say of one expert's tensor, read from a statistics file (`covmerge collect`).
+    """What data say of one expert's tensor, read from a statistics file (`covmerge collect`)."""
 
-    Attributes:
-        value: the mean input Gram matrix E[z zᵀ] `(d_in, d_in)`, or the diagonal Fisher
-            information in the shape of the update; of the updates' dtype and device.
-        rows: the number of layer inputs, or of examples, in the mean.
-        total: ‖·‖₂ of this statistic over all tensors of the expert.
-    """
-
+    # the mean input Gram matrix E[z zᵀ] `(d_in, d_in)`, or the diagonal Fisher information in the
+    # shape of the update; of the updates' dtype and device
     value: Tensor
-    rows: int
-    total: float
+    rows: int  # the number of layer inputs, or of examples, in the mean
+    total: float  # ‖·‖₂ of this statistic over all tensors of the expert
 
 
 def _renamed(old: str, new: str) -> None:

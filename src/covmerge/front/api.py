@@ -29,7 +29,8 @@ from covmerge.front.keywords import (
     SearchKeywords,
     takes,
 )
-from covmerge.front.reporting import Report, ReportJob
+from covmerge.front.reporting.data import Report
+from covmerge.front.reporting.job import ReportJob
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.registry import Kernel
 from covmerge.plan.planning.types import Plan
@@ -96,8 +97,6 @@ def merge(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: not by itself; see each method.
-
     Example:
         >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
@@ -154,8 +153,6 @@ def extract(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: nowhere; it has none.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> import torch
@@ -209,8 +206,6 @@ def compare(
     Raises:
         InputError: anything wrong with the inputs; nothing is left behind.
 
-    Departs from the paper: not by itself; see each method.
-
     Example:
         >>> import torch
         >>> base = {"fc.weight": torch.zeros(2, 2)}
@@ -259,8 +254,6 @@ def search(
         InputError: anything wrong with the inputs.
         CheckFailed: nothing could be scored.
 
-    Departs from the paper: nowhere; it has none.
-
     Example:
         >>> from tempfile import mkdtemp
         >>> import torch
@@ -304,7 +297,7 @@ def inspect(
     """Analyse experts before merging: do they fit, what did they change, where do they conflict?
 
     Reads every tensor once, in bounded memory, and merges nothing. If something cannot be merged,
-    this is a finding of the result, not an error.
+    this is a finding of the result, not an error. γ is that of ACE (Eq. 7).
 
     Args:
         base: folder, file, remote address (`s3://…`), Hub id `org/name@revision`, state dict or
@@ -316,8 +309,6 @@ def inspect(
 
     Raises:
         InputError: a source that cannot be opened.
-
-    Departs from the paper: not by itself; γ is that of ACE (Eq. 7).
 
     Example:
         >>> import torch
@@ -353,8 +344,6 @@ def report(
 
     Raises:
         InputError: the folder is not an output of covmerge, or a source no longer exists.
-
-    Departs from the paper: not by itself.
     """
     _check_known("report", RunKeywords, options)
     job = ReportJob(
@@ -411,11 +400,7 @@ def _recipe(base: Source, experts: Mapping[str, Source], settings: Mapping[str, 
 
 
 def _divided(method: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split the options into keywords of `merge` and parameters of the method.
-
-    Raises:
-        RecipeError: a name is neither, but close to one of the keywords.
-    """
+    """Split the options into keywords of `merge` and parameters of the method."""
     keywords = MergeKeywords.__annotations__
     params = {name: value for name, value in options.items() if name not in keywords}
     # If no method is given, a parameter that the chosen method does not have is refused later.
@@ -452,11 +437,7 @@ def _fields_of(job: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_known(function: str, keywords: type[Any], options: Mapping[str, Any]) -> None:
-    """Raise an error for unknown keywords, from callers without a type checker.
-
-    Raises:
-        RecipeError: a keyword is unknown, and would be ignored.
-    """
+    """Raise an error for unknown keywords, which would be ignored, from callers without a type checker."""
     known = keywords.__annotations__
     for name in options:
         if name in known:
@@ -480,7 +461,6 @@ def _named_method(rule: Any) -> Any:
 
 
 def _files(statistics: object) -> dict[str, str]:
-    """Return the files of statistics by expert."""
     if not isinstance(statistics, Mapping):
         raise RecipeError(
             f"statistics is a {type(statistics).__name__}, no mapping: pass {{expert: FILE}}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from covmerge.base.code import own_version
 from covmerge.base.errors import InputError
 from covmerge.base.findings import Fit
 from covmerge.base.text import shown, some
-from covmerge.files.checkpoints.base import Checkpoint, fingerprint
+from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.journal import COMPUTED, ORDER, PROCESSOR, THREADS, Journal
 from covmerge.files.checkpoints.manifest import NOT_KNOWN
 from covmerge.files.checkpoints.staging import Staging, check_not_input, destination_of
@@ -42,32 +41,22 @@ from covmerge.run.work import Work
 _UNKNOWN = {"tensors": f"{NOT_KNOWN}: they were in memory"}
 
 
-@dataclass(frozen=True)
 class Saver:
-    """A writer of the result of a merge in memory.
+    """A writer of the result of a merge in memory, whose sources may be closed."""
 
-    Attributes:
-        work: the work that was done; the sources may be closed.
-        done: the engine's result.
-        fit: the findings about the experts.
-        parts: the merged tensors, by part and name.
-        given: the model's tensors as they are in the result; the caller may replace them.
-    """
-
-    work: Work
-    done: RunResult
-    fit: Fit
-    parts: Mapping[str, Mapping[str, Tensor]]
-    given: Mapping[str, Tensor]
-
-    def __post_init__(self) -> None:
-        """Record the tensors, and the facts about the sources that may change."""
-        _ = (
-            self._versions,
-            self._merged,
-            self.work.checkpoints.parents,
-            self.work.checkpoints.companions,
-        )
+    def __init__(
+        self,
+        work: Work,
+        done: RunResult,
+        fit: Fit,
+        parts: Mapping[str, Mapping[str, Tensor]],
+        given: Mapping[str, Tensor],
+    ) -> None:
+        """Record the merged tensors by part and name, and those of the result, which may be replaced."""
+        self._work, self._done, self._fit = work, done, fit
+        self._parts, self._given = parts, given
+        self._merged, self._versions = dict(given), self._written()
+        _ = work.checkpoints.parents, work.checkpoints.companions  # read now, for they may change
 
     def __call__(self, out: Path, *, overwrite: bool) -> MergedFolder:
         """Write the files of a merge to disk, and verify them.
@@ -77,65 +66,54 @@ class Saver:
             CheckFailed: the output failed its verification.
         """
         target = destination_of(out)
-        check_not_input(target, self.work.checkpoints.paths())
+        check_not_input(target, self._work.checkpoints.paths())
         if changed := self._changed():
             raise InputError(
                 f"{some(changed, 3, quoted=True)} changed since the merge: merge again, or write the "
                 "tensors yourself"
             )
-        base = self.work.checkpoints.base
-        if self.work.plan.masked and base.is_held:
+        plan, checkpoints = self._work.plan, self._work.checkpoints
+        if plan.masked and checkpoints.base.is_held:
             raise InputError(
                 "masks are written with what tells their base from others, and the base was in memory: "
                 "merge with out=FOLDER"
             )
         with Staging(target, overwrite=overwrite) as staging:
-            files = OutputFiles(staging.store, self.work.plan, self.work.checkpoints)
-            for part, headers in self.work.plan.parts.items():
+            files = OutputFiles(staging.store, plan, checkpoints)
+            for part, headers in plan.parts.items():
                 for header in headers:
-                    tensor = self.parts[part][header.name]
+                    tensor = self._parts[part][header.name]
                     stored = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                     files.output.write([Place(part, header)], [stored])
-            hashes = {key: _hashes(one) for key, one in self.work.checkpoints.all()}
-            sources = self.work.checkpoints.recorded(hashes)
+            # Tensors in memory may have changed, so they have no hashes.
+            hashes = {
+                key: _UNKNOWN if one.is_held else fingerprint(one) for key, one in checkpoints.all()
+            }
             result = files.finish(
-                self.done,
-                sources,
-                self.work.memory,
+                self._done,
+                checkpoints.recorded(hashes),
+                self._work.memory,
                 target.output,
-                fit=self.fit,
-                compared=not base.is_held,
+                fit=self._fit,
+                compared=not checkpoints.base.is_held,
             )
             staging.commit()
         return result
-
-    @cached_property
-    def _versions(self) -> Mapping[tuple[str, str], int | None]:
-        return self._written()
-
-    @cached_property
-    def _merged(self) -> Mapping[str, Tensor]:
-        return dict(self.given)
 
     def _changed(self) -> list[str]:
         """Return the tensors that were written to, replaced, added or removed since the merge."""
         now = self._written()
         written = [key[1] for key, count in self._versions.items() if now[key] != count]
-        merged, given = self._merged, self.given
+        merged, given = self._merged, self._given
         return written + [n for n in {**merged, **given} if merged.get(n) is not given.get(n)]
 
     def _written(self) -> Mapping[tuple[str, str], int | None]:
         """Return how often each tensor was written to, by torch's count; None if torch does not count."""
         return {
             (part, name): None if tensor.is_inference() else tensor._version
-            for part, tensors in self.parts.items()
+            for part, tensors in self._parts.items()
             for name, tensor in tensors.items()
         }
-
-
-def _hashes(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the hashes of a source; tensors in memory may have changed, so they have no hashes."""
-    return _UNKNOWN if checkpoint.is_held else fingerprint(checkpoint)
 
 
 @dataclass(frozen=True)

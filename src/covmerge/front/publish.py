@@ -20,66 +20,7 @@ from covmerge.files.stores.hub import TIMEOUT
 from covmerge.run.export.markdown import read_front_matter
 from covmerge.run.verification import verify
 
-# One commit to a repository of the Hugging Face Hub, and the errors that the Hub may return.
-
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-
-
-def commit_files(
-    folder: Path,
-    names: Sequence[str],
-    repository: str,
-    *,
-    private: bool,
-    branch: str | None,
-    message: str,
-) -> str:
-    """Commit files of a folder to a model's repository in one commit; return the commit's address.
-
-    The repository and the branch are created if they do not exist. Other files in the repository stay.
-
-    Raises:
-        InputError: the client is not installed, the Hub cannot be reached or refuses, or files in
-            the repository conflict with these.
-    """
-    try:
-        from huggingface_hub import CommitOperationAdd, HfApi
-        from huggingface_hub.errors import RevisionNotFoundError
-    except ImportError as error:
-        raise InputError(
-            "pushing takes the client of the Hugging Face Hub: pip install covmerge[hub]"
-        ) from error
-    api = HfApi()
-    with _named_refusals(repository):
-        api.create_repo(repository, private=private or None, exist_ok=True)
-        try:
-            there = api.model_info(repository, revision=branch, timeout=TIMEOUT)
-        except RevisionNotFoundError:
-            if branch is None:
-                raise
-            api.create_branch(repository, branch=branch)
-            there = api.model_info(repository, revision=branch, timeout=TIMEOUT)
-        if private and not there.private:
-            raise InputError(
-                f"{repository} is public already: make it private in its settings, push to another "
-                f"name, or leave out {Hint('private')}"
-            )
-        _refuse_other_weights(repository, [file.rfilename for file in there.siblings or ()], names)
-        files = [CommitOperationAdd(name, folder / name) for name in names]
-        # upload_folder may make several commits. With one commit, nobody downloads half a model.
-        done = api.create_commit(repository, files, commit_message=message, revision=branch)
-    return done.commit_url
-
-
-def _refuse_other_weights(repository: str, there: Sequence[str], names: Sequence[str]) -> None:
-    """Raise an error for other weights in the repository, which might be loaded in place of these."""
-    other = [file for file in there if file.endswith(_WEIGHTS) and file not in names]
-    if other:
-        raise InputError(
-            f"{repository} holds other weights ({', '.join(other[:3])}), which might be loaded in "
-            "place of these, and a new branch begins with them: delete them there, or push to another "
-            "name"
-        )
 
 
 @contextmanager
@@ -152,16 +93,44 @@ class Publication:
     message: str
 
     def send(self, *, private: bool = False, revision: str | None = None) -> Published:
-        """Commit the files; see `push`."""
-        url = commit_files(
-            self.folder,
-            self.files,
-            self.repository,
-            private=private,
-            branch=revision,
-            message=self.message,
-        )
-        return Published(url, self.repository, self.files, self.notes)
+        """Commit the files; see `push`. Other files in the repository stay."""
+        try:
+            from huggingface_hub import CommitOperationAdd, HfApi
+            from huggingface_hub.errors import RevisionNotFoundError
+        except ImportError as error:
+            raise InputError(
+                "pushing takes the client of the Hugging Face Hub: pip install covmerge[hub]"
+            ) from error
+        api, name = HfApi(), self.repository
+        with _named_refusals(name):
+            api.create_repo(name, private=private or None, exist_ok=True)
+            try:
+                there = api.model_info(name, revision=revision, timeout=TIMEOUT)
+            except RevisionNotFoundError:
+                if revision is None:
+                    raise
+                api.create_branch(name, branch=revision)
+                there = api.model_info(name, revision=revision, timeout=TIMEOUT)
+            if private and not there.private:
+                raise InputError(
+                    f"{name} is public already: make it private in its settings, push to another "
+                    f"name, or leave out {Hint('private')}"
+                )
+            self._refuse_other_weights([file.rfilename for file in there.siblings or ()])
+            files = [CommitOperationAdd(file, self.folder / file) for file in self.files]
+            # upload_folder may make several commits. With one commit, nobody downloads half a model.
+            done = api.create_commit(name, files, commit_message=self.message, revision=revision)
+        return Published(done.commit_url, name, self.files, self.notes)
+
+    def _refuse_other_weights(self, there: Sequence[str]) -> None:
+        """Raise an error for other weights in the repository, which might be loaded in place of these."""
+        other = [file for file in there if file.endswith(_WEIGHTS) and file not in self.files]
+        if other:
+            raise InputError(
+                f"{self.repository} holds other weights ({', '.join(other[:3])}), which might be loaded in "
+                "place of these, and a new branch begins with them: delete them there, or push to another "
+                "name"
+            )
 
 
 def push(

@@ -37,14 +37,7 @@ Lead = Callable[[Gathering, bool], MergeResult | None]
 
 @dataclass(frozen=True)
 class RankJob:
-    """A rank's part in a merge.
-
-    Attributes:
-        work: the work to do; its memory plan is this rank's own.
-        out: where the output appears.
-        before: what was at the output's place when this rank began.
-        rank: this rank.
-    """
+    """A rank's part in a merge; `before` is what was at the output's place when this rank began."""
 
     work: Work
     out: Destination
@@ -121,12 +114,7 @@ class RankJob:
         return executor.done_here
 
     def _opened(self, session: Session) -> Output:
-        """Return the output's files, which the leader has created.
-
-        Raises:
-            LeaderGoneError: no rank leads; the files are those of a killed merge.
-            CheckpointError: the files do not exist.
-        """
+        """Return the output's files, which the leader has created."""
         while True:
             try:
                 return open_output(self.out.work, plan_parts(self.work.plan), made=True)

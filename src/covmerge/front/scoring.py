@@ -17,13 +17,8 @@ EVALUATION = "python your_eval.py {model}"
 def score_command(recipe: Mapping[str, Any], out: str) -> str | None:
     """Return a command that merges the same experts by this method and others, and scores each.
 
-    Args:
-        recipe: the recipe as in covmerge.json.
-        out: the merge's folder; the models are put beside it.
-
-    Returns:
-        The command; None if the recipe cannot be expressed by flags, or `compare` has nothing to
-        compare.
+    It is None if flags cannot express the recipe, or `compare` has nothing to compare. `recipe` is as in
+    covmerge.json; the models are put beside `out`.
 
     Example:
         >>> experts = {"a": {"source": "./a", "weight": 1.0}, "b": {"source": "b c", "weight": 1.0}}

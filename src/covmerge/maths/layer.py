@@ -102,8 +102,6 @@ def merge_layer(
             not finite in the dtype of the updates.
         RecipeError: unknown method or parameter, or weights that are not positive and finite.
 
-    Departs from the paper: nowhere by itself; see the method.
-
     Example:
         >>> d = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
         >>> torch.allclose(merge_layer([d, d], method="actmat"), d)

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoint, distribution, entry_points, packages_distributions
 from inspect import unwrap
 from pathlib import Path
-from types import CodeType, MappingProxyType
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -53,17 +53,12 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Declared:
-    """A registered function; its keyword arguments are its parameters.
-
-    Attributes:
-        name: its name in recipes.
-        kernel: the function.
-    """
+    """A registered function; its keyword arguments are its parameters."""
 
     kind: ClassVar[str] = "function"
 
-    name: str
-    kernel: Callable[..., Any]
+    name: str  # its name in recipes
+    kernel: Callable[..., Any]  # the function
 
     def __post_init__(self) -> None:
         """Check that the function can be called with its operands and keyword parameters."""
@@ -91,16 +86,9 @@ class Declared:
 
     @contextmanager
     def naming_failures(self, work: str) -> Generator[None]:
-        """Turn an exit of the program, and a lack of memory, into an error that names the function.
+        """Turn an exit of the program, and a lack of memory, into an error that names function and work.
 
         A SystemExit would end the program, or silently the thread in which it is raised.
-
-        Args:
-            work: what the function is asked for meanwhile, for messages.
-
-        Raises:
-            TensorError: the function raised SystemExit.
-            ResourceError: the function raised MemoryError.
         """
         try:
             yield
@@ -118,11 +106,7 @@ class Declared:
 
     @contextmanager
     def leaving(self, given: Sequence[Tensor]) -> Generator[None]:
-        """Check that the function does not change tensors in place, which torch counts.
-
-        Raises:
-            TensorError: a tensor was changed; other methods and steps get the same tensors.
-        """
+        """Check that the function does not change tensors in place, which torch counts."""
         tensors = [tensor for tensor in given if not tensor.is_inference()]
         before = [tensor._version for tensor in tensors]
         yield
@@ -183,12 +167,7 @@ class Declared:
     def for_experts(
         self, parameters: Parameters, experts: Sequence[str], present: Sequence[str] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters for those experts that have a tensor.
-
-        Args:
-            parameters: all parameters, as `resolve` returns them.
-            experts: names of all experts, in their order.
-            present: names of the experts that have the tensor; None: all of them.
+        """Return resolved parameters for the experts that are `present` in a tensor; None: all of them.
 
         Raises:
             RecipeError: a list has another number of values than there are experts.
@@ -289,70 +268,37 @@ _OURS = "covmerge"
 _ALIKE = 0.75  # least similarity of a mistyped name
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A name that an installed package announces.
-
-    Attributes:
-        name: the announced name.
-        entry: the entry point; importing its module registers the name.
-        distribution: the package's name for `pip`.
-        version: the package's version.
-    """
-
-    name: str
-    entry: EntryPoint
-    distribution: str
-    version: str
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}"
-
-    def holds(self, function: Callable[..., Any]) -> bool:
-        """Return whether a function belongs to the announcing package."""
-        return _package(function) == self.entry.module.partition(".")[0]
-
-    def load(self, what: str) -> None:
-        """Import the module that registers the name."""
-        try:
-            self.entry.load()
-        except (Exception, SystemExit) as error:  # a foreign module may raise anything
-            raise RecipeError(
-                f"{what} is announced by the package {self}, and importing {self.entry.value} fails: "
-                f"{type(error).__name__}: {error}. Repair it, or: pip uninstall {self.distribution}"
-            ) from error
-
-
 @cache
-def announced(group: str) -> dict[str, tuple[Announced, ...]]:
+def _announced(group: str) -> dict[str, tuple[EntryPoint, ...]]:
     """Return all names announced in an entry point group; nothing is imported."""
-    found: dict[str, tuple[Announced, ...]] = {}
+    found: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in entry_points(group=group):
-        dist = entry.dist
-        source = ("an unknown package", "") if dist is None else (dist.name, dist.version)
-        found[entry.name] = (*found.get(entry.name, ()), Announced(entry.name, entry, *source))
+        found[entry.name] = (*found.get(entry.name, ()), entry)
     return found
+
+
+def _announcing(entry: EntryPoint) -> tuple[str, str]:
+    """Return name and version of the package that announces a name."""
+    return (
+        ("an unknown package", "") if entry.dist is None else (entry.dist.name, entry.dist.version)
+    )
+
+
+def _holds(entry: EntryPoint, function: Callable[..., Any]) -> bool:
+    """Return whether a function belongs to the package that announces a name."""
+    return _package(function) == entry.module.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a registered function, for those who want to reproduce a result.
+    """The origin of a registered function, for those who want to reproduce a result."""
 
-    Attributes:
-        kind: method or step.
-        name: the name under which it is registered.
-        module: the module that defines it.
-        distribution: the installed package; None for a script, or a folder on the path.
-        version: the package's version.
-        code: hash of the Python files of its package, or of the function if no file has it.
-    """
-
-    kind: str
-    name: str
-    module: str
-    distribution: str | None
-    version: str | None
-    code: str
+    kind: str  # method or step
+    name: str  # the name under which it is registered
+    module: str  # the module that defines it
+    distribution: str | None  # the installed package; None for a script, or a folder on the path
+    version: str | None  # the package's version
+    code: str  # hash of the Python files of its package, or of the function if no file has it
 
     def __str__(self) -> str:
         if self.distribution is None:
@@ -370,7 +316,7 @@ class Origin:
 
 
 def origin_of(
-    kind: str, name: str, function: Callable[..., Any], by: Announced | None
+    kind: str, name: str, function: Callable[..., Any], by: EntryPoint | None
 ) -> Origin | None:
     """Return the origin of a function; None: it is covmerge's own."""
     package = _package(function)
@@ -380,8 +326,9 @@ def origin_of(
     # A namespace package has no file, and neither has code typed into a notebook.
     module = next((m for m in found if m is not None and getattr(m, "__file__", None)), None)
     file = None if module is None else module.__file__
-    code = digest_of_code(_code(function)) if module is None else digest(module)
-    source = _distribution(package, file) if by is None else (by.distribution, by.version)
+    typed: Any = unwrap(function)
+    code = digest_of_code(typed.__code__) if module is None else digest(module)
+    source = _distribution(package, file) if by is None else _announcing(by)
     return Origin(kind, name, function.__module__, *source, code)
 
 
@@ -394,10 +341,6 @@ def _distribution(package: str, file: str | None) -> tuple[str | None, str | Non
         if file is not None and Path(file).is_relative_to(Path(str(found.locate_file("")))):
             return name, found.version
     return None, None
-
-
-def _code(function: Any) -> CodeType:
-    return unwrap(function).__code__
 
 
 def _package(function: Callable[..., Any]) -> str:
@@ -422,10 +365,8 @@ _TAKEN = ("all",)  # words with another meaning in places where a name is given
 class Table(Generic[_D]):
     """All registered functions of one kind, in alphabetical order.
 
-    Args:
-        kind: the class of its entries.
-        group: the entry point group in which packages announce more of them.
-        other_names: names used elsewhere, in lower case with `_`, and the text that says covmerge's name.
+    Packages announce more of them in an entry point `group`. `other_names` are those used elsewhere, in
+    lower case with `_`, each with the text that says covmerge's name.
     """
 
     def __init__(
@@ -517,7 +458,7 @@ class Table(Generic[_D]):
 
     def names(self) -> tuple[str, ...]:
         """Return all names that can be used, those of installed packages included."""
-        for name in announced(self._group):
+        for name in _announced(self._group):
             try:
                 self._check(name)
             except RecipeError as error:
@@ -548,14 +489,13 @@ class Table(Generic[_D]):
 
     def __contains__(self, name: str) -> bool:
         """Return whether a name is known, even if it cannot be used."""
-        return name in self._declared or name in announced(self._group)
+        return name in self._declared or name in _announced(self._group)
 
     def origin(self, name: str) -> Origin | None:
         """Return the origin of an entry; None: it is covmerge's own."""
         function = self.get(name).kernel
-        by = next(
-            (one for one in announced(self._group).get(name, ()) if one.holds(function)), None
-        )
+        entries = _announced(self._group).get(name, ())
+        by = next((entry for entry in entries if _holds(entry, function)), None)
         return origin_of(self._kind.kind, name, function, by)
 
     def __iter__(self) -> Iterator[_D]:
@@ -566,10 +506,10 @@ class Table(Generic[_D]):
         what = f"{self._kind.kind} '{name}'"
         if name in self._broken:
             raise self._broken[name]
-        given = announced(self._group)
+        given = _announced(self._group)
         by = given.get(name, ())
         if len(by) > 1:
-            raise _clash(what, *sorted(map(str, by))[:2])
+            raise _clash(what, *sorted(" ".join(_announcing(entry)) for entry in by)[:2])
         if by:
             self._load(what, by[0])
         elif name not in self._declared and name in self._absent:
@@ -599,22 +539,25 @@ class Table(Generic[_D]):
             "or comes with an installed package (docs/extending.md)."
         )
 
-    def _load(self, what: str, by: Announced) -> None:
-        before = dict(self._declared)
+    def _load(self, what: str, by: EntryPoint) -> None:
+        before, package = dict(self._declared), " ".join(_announcing(by))
         present = before.get(by.name)
-        if present is not None and not by.holds(present.kernel):
+        if present is not None and not _holds(by, present.kernel):
             origin = origin_of(self._kind.kind, by.name, present.kernel, None)
-            raise _clash(what, "covmerge itself" if origin is None else str(origin), str(by))
+            raise _clash(what, "covmerge itself" if origin is None else str(origin), package)
         try:
-            by.load(what)
-        except RecipeError as error:
+            by.load()
+        except (Exception, SystemExit) as error:  # a foreign module may raise anything
             self._declared = before  # without the names registered before the failure
-            self._broken[by.name] = error
-            raise
+            self._broken[by.name] = RecipeError(
+                f"{what} is announced by the package {package}, and importing {by.value} fails: "
+                f"{type(error).__name__}: {error}. Repair it, or: pip uninstall {_announcing(by)[0]}"
+            )
+            raise self._broken[by.name] from error
         if by.name not in self._declared:
             raise RecipeError(
-                f"{what} is announced by the package {by}, and importing {by.entry.value} registers no "
-                "such name: tell its authors"
+                f"{what} is announced by the package {package}, and importing {by.value} registers no such "
+                "name: tell its authors"
             )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from covmerge.front.cli import options
-from covmerge.front.cli.console import print_json, printable, stdout
+from covmerge.front.cli.console import print_json, printable, stdout, table
 
 if TYPE_CHECKING:
     from covmerge_lab.record import Result
@@ -82,8 +82,6 @@ def evaluate(
 
 
 def _show(out: Path, results: Sequence[Result]) -> None:
-    from covmerge.front.cli.show import table
-
     rows = table("task", "metric", "value", "examples", right=("value", "examples"))
     for result in results:
         for metric in result.metrics:

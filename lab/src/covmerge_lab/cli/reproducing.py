@@ -10,9 +10,8 @@ from rich.console import Console
 
 from covmerge.errors import InputError
 from covmerge.front.cli import flags
-from covmerge.front.cli.console import print_json, say, stderr, stdout
+from covmerge.front.cli.console import NOTE, facts, print_json, say, stderr, stdout, table
 from covmerge.front.cli.progress import BytesProgress
-from covmerge.front.cli.show import NOTE, facts, table
 from covmerge.run.engine.thread_count import torch_threads
 from covmerge_lab.reproduce import report, run, stand_ins
 from covmerge_lab.reproduce.published import Setting, Table

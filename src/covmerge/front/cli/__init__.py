@@ -18,11 +18,11 @@ import typer
 
 from covmerge.base.version import __version__
 from covmerge.front.cli.collect import collect
-from covmerge.front.cli.commands import Command, OpenGroup, TakesTheirFlags
+from covmerge.front.cli.commands import AllCommands, Command, TakesTheirFlags
 from covmerge.front.cli.experts import compare, extract, inspect, search
 from covmerge.front.cli.merge import merge
 from covmerge.front.cli.methods import explain, methods
-from covmerge.front.cli.outcome import ReportingGroup, interruptible
+from covmerge.front.cli.outcome import interruptible
 from covmerge.front.cli.outputs import push, report, verify, view
 from covmerge.front.cli.recipes import import_mergekit, plan, schema
 
@@ -69,13 +69,9 @@ def collect_seldom() -> None:
 __all__ = ["app", "main"]
 
 
-class _Commands(ReportingGroup, OpenGroup):
-    """The group of all commands; it turns errors into messages and exit codes."""
-
-
 app = typer.Typer(
     name="covmerge",
-    cls=_Commands,
+    cls=AllCommands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -47,9 +47,9 @@ def page(method: Method) -> dict[str, Any]:
     cost = method.cost(_D_OUT, _D_IN, _EXPERTS, 4)
     return {
         **_declared(method, registry),
-        "tensors": tensors(method),
+        "tensors": _tensors(method),
         "takes_any_shape": method.takes_any_shape,
-        "data": data(method),
+        "data": _DATA[method.data],
         "published_tuning": method.published_tuning,
         "seeded": method.seeded,
         "writes_masks": method.writes_masks,
@@ -149,7 +149,7 @@ def _laws(laws: Laws) -> dict[str, bool | None]:
     return {law: getattr(laws, law) for law in _LAWS}
 
 
-def tensors(method: Method) -> str:
+def _tensors(method: Method) -> str:
     """Return which tensors a method merges, and what happens to the others."""
     defaults = {parameter.name: parameter.default for parameter in method.parameters}
     text = _UNITS[method.unit_for(defaults)]
@@ -160,11 +160,6 @@ def tensors(method: Method) -> str:
     if method.experts_text:
         text += f"; of {method.experts_text}"
     return text if method.takes_any_shape else f"{text}; {_OTHERS[method.others]}"
-
-
-def data(method: Method) -> str:
-    """Return which statistics of the experts' data a method needs."""
-    return _DATA[method.data]
 
 
 def _details(method: Declared) -> list[str]:
@@ -221,7 +216,7 @@ def markdown(
         f"{_D_OUT} × {_D_IN} matrix of {_EXPERTS} experts in float32: floating-point operations (a",
         "float64 one counts as two), and memory beside the updates and the result.",
         "",
-        *_tensor_pass(pages, anchor),
+        *_methods_table(pages, anchor),
         "",
         "Data: what the method needs to know of the experts' data. *none (tuned)*: nothing, but the",
         "published numbers chose a parameter on labelled data; its page says which.",
@@ -234,7 +229,7 @@ def markdown(
         "alone. A step before a method makes other updates of the experts'; one after it makes another",
         "merged update of the method's, and is given the experts' updates as they came.",
         "",
-        *_steps_tensor_pass(around, anchor),
+        *_steps_table(around, anchor),
         "",
         "What a step needs the whole needs. An elementwise method with a step that works on whole",
         "tensors reads whole tensors, and takes the memory of them. Steps that need matrices are left out",
@@ -256,7 +251,7 @@ def markdown(
     return "\n".join(lines) + "\n"
 
 
-def _tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
+def _methods_table(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
     yield "| method | data | order | scale | rotation | cost | tensors | defaults | paper |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in pages:
@@ -274,7 +269,7 @@ def _tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> 
         yield f"| {' | '.join(cells)} |"
 
 
-def _steps_tensor_pass(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
+def _steps_table(pages: Iterable[dict[str, Any]], anchor: Mapping[str, str]) -> Iterator[str]:
     yield "| step | when | order | scale | rotation | works on | adapters | defaults |"
     yield "|---|---|---|---|---|---|---|---|"
     for each in pages:
@@ -327,7 +322,8 @@ def _ending(each: dict[str, Any]) -> Iterator[str]:
         yield "|---|---|---|---|"
         for parameter in each["parameters"]:
             name, *cells = parameter_row(parameter)
-            yield f"| {' | '.join(map(_escaped, (f'`{name}`', *cells)))} |"
+            escaped = [cell.replace("|", "\\|") for cell in (f"`{name}`", *cells)]
+            yield f"| {' | '.join(escaped)} |"
     yield from ("", "```sh", each["command"], "```")
 
 
@@ -374,10 +370,6 @@ def _defaults(each: dict[str, Any]) -> str:
 def _cost(each: dict[str, Any]) -> str:
     cost = each["cost"]
     return f"{cost['flops'] / 1e9:.3g} GFLOP, {cost['workspace'] / 1e6:.3g} MB"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
 
 
 def anchors(names: Iterable[str]) -> dict[str, str]:

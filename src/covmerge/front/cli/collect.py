@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from covmerge.base.errors import InputError
+from covmerge.base.sizes import format_size
 from covmerge.front.cli import options
-from covmerge.front.cli.console import format_seconds, print_json, printable, say, stderr, stdout
+from covmerge.front.cli.console import (
+    format_seconds,
+    print_json,
+    printable,
+    say,
+    stderr,
+    stdout,
+    table,
+)
 
 if TYPE_CHECKING:
     from covmerge.plan.statistics import Collected, Generated
@@ -145,9 +154,9 @@ def collect(
     }
     made = {"start": start, "tokens": tokens, "temperature": temperature, "seed": seed}
     columns = {"text_column": text_column, "pair_column": pair_column, "label_column": label_column}
-    how |= {name: value for name, value in columns.items() if value is not None}
-    examples, target = _examples(inputs, data, out, made)
-    if expert is None or target is None:
+    how |= options.given(columns)
+    examples, target = _examples(inputs, data, out, options.given(made))
+    if expert is None or examples is None or target is None:
         raise InputError(_USAGE[inputs])
     done = collect_one(
         expert,
@@ -179,37 +188,24 @@ def _examples(
     inputs: str,
     data: Path | None,
     out: Path | None,
-    options: Mapping[str, Any],
-) -> tuple[Path | Generated, Path | None]:
+    made: Mapping[str, Any],
+) -> tuple[Path | Generated | None, Path | None]:
     """Return the inputs of the expert, and the file to write: the second argument if there is no data."""
     from covmerge.plan.statistics import Generated
 
-    _check_inputs(inputs)
-    given = {name: value for name, value in options.items() if value is not None}
-    start = given.get("start")
+    if inputs not in _USAGE:
+        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
     if inputs == "data":
-        _refuse_made([name for name in given if name != "seed"])
-        if data is None or out is None:
-            raise InputError(_USAGE[inputs])
+        unfit = next((name for name in made if name != "seed"), None)
+        if unfit is not None:
+            raise InputError(f"--{unfit} belongs to --inputs generated: leave it out, or pass that")
         return data, out
     if out is not None:
         raise InputError(f"--inputs {inputs} needs no {data}: leave it out")
-    if inputs == "random":
-        if start is not None:
-            raise InputError(f"--start {start} belongs to --inputs generated: leave it out")
-        given["start"] = inputs
-    return Generated(**given), data
-
-
-def _check_inputs(inputs: str) -> None:
-    if inputs not in _USAGE:
-        raise InputError(f"--inputs is '{inputs}': pass data, generated or random")
-
-
-def _refuse_made(given: Sequence[str]) -> None:
-    """Raise an error if an option was given that needs generated inputs."""
-    if given:
-        raise InputError(f"--{given[0]} belongs to --inputs generated: leave it out, or pass that")
+    if inputs == "random" and "start" in made:
+        raise InputError(f"--start {made['start']} belongs to --inputs generated: leave it out")
+    drawn: dict[str, Any] = {"start": "random"} if inputs == "random" else {}
+    return Generated(**made, **drawn), data
 
 
 def _summary(file: Collected) -> dict[str, Any]:
@@ -231,9 +227,6 @@ def _summary(file: Collected) -> dict[str, Any]:
 
 
 def _show(file: Collected) -> None:
-    from covmerge.front.cli.show import table
-    from covmerge.plan.recipe import format_size
-
     rows = table("file", "kind", "layers", "rows", "size", "time", right=("layers", "rows"))
     for kind, count in file.tensors.items():
         fewest, most = file.rows[kind]

@@ -10,10 +10,11 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperCommand, TyperOption
 
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.front.cli.console import say
+from covmerge.front.cli.outcome import ReportingGroup
 
 # Commands of covmerge: an option that takes one value may be given once.
 
@@ -47,7 +48,7 @@ GROUP = "covmerge.commands"
 LAB = frozenset({"bank", "bench", "study", "evaluate", "reproduce", "convert"})
 
 
-class OpenGroup(TyperGroup):
+class AllCommands(ReportingGroup):
     """The group of covmerge's commands and those of other installed packages."""
 
     def list_commands(self, ctx: Any) -> list[str]:

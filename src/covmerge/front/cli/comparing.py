@@ -1,9 +1,8 @@
-"""The work of `covmerge compare`: run the methods and print the table."""
+"""What `covmerge compare` and `covmerge search` print: scores, sizes, trials, and the best of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,10 @@ from rich.table import Table
 
 from covmerge.base.errors import CheckFailed
 from covmerge.base.text import counted
-from covmerge.front.cli.console import (
-    check_one_form,
-    format_seconds,
-    print_csv,
-    print_json,
-    printable,
-    say,
-    stdout,
-)
-from covmerge.front.cli.progress import scoring_shown
-from covmerge.front.cli.show import NOTE, WARNING, facts, table
+from covmerge.front.cli.console import NOTE, WARNING, facts, format_seconds, printable, say, table
 from covmerge.plan.recipe import format_size
-from covmerge.run.comparison import CompareJob, Comparison
+from covmerge.plan.recipe.search import Value
+from covmerge.run.comparison import Comparison
 from covmerge.run.scoring.table import (
     CSV_NAME,
     LATEX_NAME,
@@ -33,36 +23,16 @@ from covmerge.run.scoring.table import (
     ScoreTable,
     written,
 )
-from covmerge.run.sources import open_recipe
+from covmerge.run.search.job import BEST_MODEL, BEST_RECIPE, FRONT
+from covmerge.run.search.job import CSV_NAME as SEARCH_CSV
+from covmerge.run.search.result import Search
+from covmerge.run.search.trials import RECORD, Trial
 
 _WIDTH = 80
 
 
-def compare(job: CompareJob, *, verbose: bool, as_json: bool, as_csv: bool) -> None:
-    """Run a comparison and print its table.
-
-    Raises:
-        InputError: any input is wrong; no files are left behind.
-        CheckFailed: a model failed its verification, or could not be scored.
-        KeyboardInterrupt: interrupted; the message says how to continue.
-    """
-    check_one_form(as_json=as_json, as_csv=as_csv)
-    with (
-        scoring_shown("takes the scores that are known") as shown,
-        open_recipe(job.recipe) as checkpoints,
-    ):
-        comparison = replace(job, scoring=shown).run(checkpoints)
-    if as_json:
-        print_json(comparison.as_json())
-    elif as_csv:
-        print_csv(comparison.scores or comparison)
-    else:
-        show(stdout(), comparison, verbose=verbose)
-    if comparison.scores is not None:
-        _check_scored(comparison.scores)
-
-
-def _check_scored(scores: ScoreTable) -> None:
+def check_scored(scores: ScoreTable) -> None:
+    """Raise CheckFailed if a model could not be scored."""
     for label, why in scores.failed.items():
         say("error", f"{label} was not scored: {why}")
     if scores.failed:
@@ -108,7 +78,9 @@ def _next(comparison: Comparison) -> list[tuple[str, str]]:
     if best is not None:
         text = _lead(scores, best, comparison)
     above = [] if best is None else _above(scores, best)
-    return [("best", text), *above, ("files", _files(comparison))]
+    folder = comparison.path or Path()
+    files = f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / SCORES_NAME}"
+    return [("best", text), *above, ("files", files)]
 
 
 def _above(scores: ScoreTable, best: str) -> list[tuple[str, str]]:
@@ -146,11 +118,6 @@ def _lead(scores: ScoreTable, best: str, comparison: Comparison) -> str:
         return f"{next_}. They score the same"
     between = f"{written(lead.mean)} [{written(lead.low)}, {written(lead.high)}]"
     return f"{next_}. The lead is {between}{'' if lead.clear else ': it may be chance'}"
-
-
-def _files(comparison: Comparison) -> str:
-    folder = comparison.path or Path()
-    return f"{folder / CSV_NAME}, {folder / LATEX_NAME}; scores are kept in {folder / SCORES_NAME}"
 
 
 def _legend(comparison: Comparison) -> list[tuple[str, str]]:
@@ -266,3 +233,52 @@ def _columns(experts: Sequence[str], values: Mapping[str, Mapping[str, float]]) 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+# `covmerge search`: the best trials, and the facts about the search.
+
+_BEST = 10  # trials to show
+
+
+def show_search(console: Console, found: Search) -> None:
+    """Print the best trials, their values, and the facts about the search."""
+    best = _best(found)
+    shown = [*([found.untuned] if found.untuned else []), *best]
+    order = {trial.label: place for place, trial in enumerate(shown)}
+    for title, scores in (
+        ("the examples that were searched", found.seen),
+        ("the others", found.held_out),
+    ):
+        if scores is not None:
+            console.print(f"Scores on {title}" if found.held_out else "Scores")
+            rows = [row for row in scores.rows if row.label in order]
+            rows.sort(key=lambda row: order[row.label])
+            show_scores(console, ScoreTable(scores.scorer, tuple(rows), {}))
+    names = list(dict.fromkeys(name for trial in best for name in trial.chosen))
+    values = table("value", *(trial.label for trial in best), right=[trial.label for trial in best])
+    for name in names:
+        values.add_row(name, *(_shown(trial.chosen.get(name)) for trial in best))
+    console.print(values)
+    said = list(found.says())
+    if failed := [trial for trial in found.trials if trial.failed]:
+        why = f"{failed[0].label}: {failed[0].failed}"
+        said.append((WARNING, f"{counted(len(failed), 'trial')} failed. {why}"))
+    said += [(NOTE, note) for note in found.notes]
+    out = found.path
+    files = f"{out / BEST_RECIPE}, {out / BEST_MODEL}" if found.best else f"{out / FRONT}/*.yml"
+    said.append(("files", f"{files}, {out / SEARCH_CSV}; for Optuna's dashboard {out / RECORD}"))
+    console.print(facts(said))
+
+
+def _best(found: Search) -> list[Trial]:
+    """Return the trials to show: the Pareto front, or those with the highest scores."""
+    if len(found.objectives) > 1:
+        return list(found.front[:_BEST])
+    known = [(v, trial) for trial in found.trials if (v := found.values(trial)) is not None]
+    return [trial for _, trial in sorted(known, key=lambda pair: pair[0], reverse=True)[:3]]
+
+
+def _shown(value: Value | None) -> str:
+    if value is None:
+        return ""
+    return written(value) if isinstance(value, float) else str(value)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from covmerge.base.errors import InputError
@@ -48,6 +50,7 @@ def format_flops(flops: float) -> str:
     return f"{flops:.3g} {prefix}FLOP"
 
 
+NOTE, WARNING = "note", "warning"  # labels of facts that readers should not miss
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -89,3 +92,30 @@ def check_one_form(*, as_json: bool, as_csv: bool) -> None:
 def print_csv(found: Tabular) -> None:
     """Print the rows of a result to stdout."""
     typer.echo(found.table().csv(), nl=False)
+
+
+# Tables.
+
+_FACTS = {NOTE: "yellow", WARNING: "bold yellow"}
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """Return an empty table; the columns named in `right` hold numbers."""
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for column in columns:
+        empty.add_column(
+            column,
+            justify="right" if column in right else "left",
+            overflow="fold",  # users look up full names
+        )
+    return empty
+
+
+def facts(pairs: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of labels, each with its text."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in pairs:
+        grid.add_row(label, printable(text), style=_FACTS.get(label))
+    return grid

@@ -1,14 +1,19 @@
-"""Flags of the commands on experts: `covmerge inspect`, `extract`, `compare` and `search`."""
+"""The commands on experts: `covmerge inspect`, `extract`, `compare` and `search`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from covmerge.front.cli import options
+from covmerge.front.cli.console import check_one_form, print_csv, print_json, printable, stdout
 from covmerge.front.keywords import CompareKeywords
+
+if TYPE_CHECKING:
+    from covmerge.run.inspection.job import SpectraOf
 
 
 def inspect(
@@ -40,17 +45,31 @@ def inspect(
     Reads every tensor once and merges nothing. Exits with 1 if a merge would fail or be worthless.
     """
     given = options.given(locals())
+    check_one_form(as_json=as_json, as_csv=as_csv)
     from covmerge.front.cli import flags, inspecting
+    from covmerge.front.reporting.data import Report
+    from covmerge.front.reporting.job import check_page, write_html
+    from covmerge.run.inspection.job import InspectJob
+    from covmerge.run.sources import open_recipe
 
-    inspecting.inspect(
-        flags.read_recipe(recipe, given),
-        flags.shown_options(given),
-        spectra=spectra,
-        html=html,
-        verbose=verbose,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+    read, how = flags.read_recipe(recipe, given), flags.shown_options(given)
+    if html is not None:
+        check_page(html, overwrite=overwrite)
+    with open_recipe(read) as checkpoints:
+        found = InspectJob(read, cast("SpectraOf", spectra), how).run(checkpoints)
+    if html is not None:
+        title = f"Before a merge: {', '.join(found.experts)}"
+        write_html(Report(title, found), html, overwrite=overwrite)
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found)
+    else:
+        inspecting.show(stdout(), found, verbose=verbose)
+        if html is not None:
+            stdout().print(printable(f"Report: {html}"), soft_wrap=True)
+    if found.faults:
+        raise typer.Exit(1)
 
 
 def extract(
@@ -162,9 +181,12 @@ def compare(
     --out DIR --score 'python eval.py {model}'
     """
     given = options.given(locals())
+    check_one_form(as_json=as_json, as_csv=as_csv)
     from covmerge.front.cli import comparing, flags
+    from covmerge.front.cli.progress import scoring_shown
     from covmerge.run.comparison import CompareJob
     from covmerge.run.scoring.scorer import scorer_of
+    from covmerge.run.sources import open_recipe
 
     job = CompareJob(
         flags.read_recipe(recipe, {**given, "parameters": ()}),
@@ -176,7 +198,19 @@ def compare(
         scorers,
         options=flags.shown_options(given),
     )
-    comparing.compare(job, verbose=verbose, as_json=as_json, as_csv=as_csv)
+    with (
+        scoring_shown("takes the scores that are known") as shown,
+        open_recipe(job.recipe) as checkpoints,
+    ):
+        found = replace(job, scoring=shown).run(checkpoints)
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found.scores or found)
+    else:
+        comparing.show(stdout(), found, verbose=verbose)
+    if found.scores is not None:
+        comparing.check_scored(found.scores)
 
 
 def search(
@@ -220,22 +254,32 @@ def search(
     covmerge search recipe.yml --score 'python eval.py {model}' --trials 60
     """
     given = options.given(locals())
-    from covmerge.front.cli import flags, searching
+    check_one_form(as_json=as_json, as_csv=as_csv)
+    from covmerge.front.cli import comparing, flags
+    from covmerge.front.cli.progress import scoring_shown
     from covmerge.plan.recipe.search import Template
     from covmerge.run.scoring.scorer import scorer_of
     from covmerge.run.search.job import SearchJob
 
-    job = SearchJob(
-        Template.of(recipe),
-        scorer_of(score),
-        out or Path(f"{recipe.stem}-search"),
-        trials,
-        objectives or (),
-        sampler,
-        seed,
-        together,
-        scorers,
-        all_examples,
-        options=flags.shown_options(given),
-    )
-    searching.search(job, as_json=as_json, as_csv=as_csv)
+    with scoring_shown("goes on after the trials that are recorded") as shown:
+        job = SearchJob(
+            Template.of(recipe),
+            scorer_of(score),
+            out or Path(f"{recipe.stem}-search"),
+            trials,
+            objectives or (),
+            sampler,
+            seed,
+            together,
+            scorers,
+            all_examples,
+            options=flags.shown_options(given),
+            scoring=shown,
+        )
+        found = job.run()
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found)
+    else:
+        comparing.show_search(stdout(), found)

@@ -45,20 +45,10 @@ _OF_OUTPUT = ("out_dtype", "form", "rank", "whole", "quantise", "keep")
 def place_paths(
     first: Path | None, second: Path | None, *, experts: bool, dry_run: bool, stages: bool = False
 ) -> tuple[Path | None, Path | None]:
-    """Tell the recipe file from the output folder; the experts come from either a recipe or flags.
+    """Return the recipe file and the output folder; None for each that is missing.
 
-    Args:
-        first: the first path given.
-        second: the second path given.
-        experts: whether `--expert` or `--run` was given.
-        dry_run: whether nothing is written, so the output may be left out.
-        stages: whether `--stages` was given; then too the output may be left out.
-
-    Returns:
-        The recipe file and the output folder; None for each that is missing.
-
-    Raises:
-        RecipeError: too few paths are given, or two sources of experts.
+    The experts come from either a recipe or flags (`--expert`, `--run`). Without an output nothing is
+    written, or there are `--stages`.
     """
     if dry_run and stages:
         raise RecipeError(
@@ -91,9 +81,7 @@ def place_paths(
 def read_recipe(file: Path | None, flags: Mapping[str, Any]) -> Recipe:
     """Return the recipe in the file, if there is one, with the flags applied to it.
 
-    Args:
-        file: file of the recipe.
-        flags: the flags that were given, by the settings' names; pairs are still `NAME=VALUE`.
+    The flags are by the settings' names; pairs are still `NAME=VALUE`.
     """
     log = ImportLog(flags.get("lenient", False))
     of_run = _check_source(file, flags)
@@ -200,25 +188,18 @@ def read_stages(
 ) -> list[tuple[Path, Recipe]]:
     """Return the recipes that make an output, in order, each with its folder.
 
-    Only recipes of mergekit have stages before the last. Flags about the output apply to the last.
-
-    Args:
-        file: the recipe file, if there is one.
-        flags: the flags to apply to it.
-        out: the output of the recipe without a name; if all have names, the output of all.
-        stages: folder of the recipes that have a name.
-        report: whether a report is written, which belongs to one output.
+    Only recipes of mergekit have stages before the last. Flags about the output apply to the last, and a
+    report belongs to one output. Recipes with a name go into the folder `stages`, the other one to `out`.
     """
-    log = ImportLog(flags.get("lenient", False))
-    if file is None and (out is None or stages is not None):
-        raise RecipeError(
-            "--stages is the folder of several recipes in one file: leave it out, and end the command with "
-            "the output folder"
-        )
     if file is None:
-        assert out is not None
+        if out is None or stages is not None:
+            raise RecipeError(
+                "--stages is the folder of several recipes in one file: leave it out, and end the command "
+                "with the output folder"
+            )
         return [(out, read_recipe(file, flags))]
     _check_source(file, flags)
+    log = ImportLog(flags.get("lenient", False))
     found = load_stages(file, out, log, stages)
     say_all(log.warnings, log.notes)
     if len(found) == 1:

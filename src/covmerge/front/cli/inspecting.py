@@ -1,84 +1,29 @@
-"""The work of `covmerge inspect` and `covmerge report`."""
+"""What `covmerge inspect` prints: findings, and pictures of 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import log
-from pathlib import Path
 from statistics import fmean, median
-from typing import cast
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from covmerge.base.findings import Severity, by_text
 from covmerge.base.settings import PREFERRED
 from covmerge.base.text import counted
-from covmerge.files.checkpoints.manifest import read_manifest
-from covmerge.files.stores.address import local_path
-from covmerge.front.cli.console import (
-    check_one_form,
-    format_seconds,
-    print_csv,
-    print_json,
-    printable,
-    stdout,
-)
-from covmerge.front.cli.show import facts, table
-from covmerge.front.reporting import FILE_NAME, Report, ReportJob, check_page, write_html
-from covmerge.front.reporting.page import summary
+from covmerge.front.cli.console import facts, format_seconds, printable, table
 from covmerge.maths.covariance.estimate import Statistic
-from covmerge.plan.recipe import Recipe, format_size
-from covmerge.run.engine.options import RunOptions
-from covmerge.run.inspection.job import InspectJob, SpectraOf
+from covmerge.plan.recipe import format_size
 from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
 from covmerge.run.judgement.layers import block_of, kind_of
-from covmerge.run.sources import open_recipe
 
 _BARS, _ASCII_BARS = "▁▂▃▄▅▆▇█", "_.:-=+*#"
 _STYLES = {Severity.FAULT: "red", Severity.WARNING: "yellow", Severity.NOTE: None}
 _WIDEST = 32  # characters in a picture
 _MOST_LINES = 24  # lines in one picture; with more, all kinds of layers share a line
 _MOST_PAIRS = 8
-
-
-def inspect(
-    recipe: Recipe,
-    options: RunOptions,
-    *,
-    spectra: str,
-    html: Path | None,
-    verbose: bool,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
-    """Inspect the experts, and print the findings.
-
-    Raises:
-        InputError: a source cannot be opened, or the page cannot be written.
-        Exit: with 1 if a fault was found.
-    """
-    check_one_form(as_json=as_json, as_csv=as_csv)
-    if html is not None:
-        check_page(html, overwrite=options.overwrite)
-    job = InspectJob(recipe, cast("SpectraOf", spectra), options)
-    with open_recipe(recipe) as checkpoints:
-        inspection = job.run(checkpoints)
-    if html is not None:
-        title = f"Before a merge: {', '.join(inspection.experts)}"
-        write_html(Report(title, inspection), html, overwrite=options.overwrite)
-    if as_json:
-        print_json(inspection.as_json())
-    elif as_csv:
-        print_csv(inspection)
-    else:
-        show(stdout(), inspection, verbose=verbose)
-        if html is not None:
-            stdout().print(printable(f"Report: {html}"), soft_wrap=True)
-    if inspection.faults:
-        raise typer.Exit(1)
 
 
 def show(console: Console, inspection: Inspection, *, verbose: bool = False) -> None:
@@ -264,48 +209,10 @@ def _overlaps(inspection: Inspection) -> Mapping[tuple[str, str], float]:
 
 def _groups(inspection: Inspection) -> dict[str, list[list[LayerView]]]:
     """Return the layers by kind and block; all kinds are one group if there would be too many lines."""
-    kinds = list(dict.fromkeys(_kinds(inspection)))
+    kinds = {kind_of(layer.name) for layer in inspection.matrices}
     together = len(kinds) * len(inspection.compared) > _MOST_LINES
     groups: dict[str, dict[int | None, list[LayerView]]] = {}
     for layer in inspection.matrices:
         name = "all" if together else kind_of(layer.name)
         groups.setdefault(name, {}).setdefault(block_of(layer.name), []).append(layer)
     return {name: list(blocks.values()) for name, blocks in groups.items()}
-
-
-def _kinds(inspection: Inspection) -> Iterator[str]:
-    return (kind_of(layer.name) for layer in inspection.matrices)
-
-
-def report(
-    out: Path,
-    options: RunOptions,
-    *,
-    spectra: str,
-    html: Path | None,
-    as_json: bool,
-    as_csv: bool,
-) -> None:
-    """Print or write the report on an output.
-
-    Raises:
-        InputError: the folder is not an output of covmerge, or the page cannot be written.
-        CheckFailed: the output fails its verification; the report has been written.
-    """
-    check_one_form(as_json=as_json, as_csv=as_csv)
-    read_manifest(local_path(out))  # report a wrong folder before a missing package
-    path = html or (None if as_json or as_csv else out / FILE_NAME)
-    if path is not None:
-        check_page(path, overwrite=options.overwrite)
-    job = ReportJob(out, spectra=cast("SpectraOf", spectra), options=options)
-    found = job.run()
-    if path is not None:
-        write_html(found, path, overwrite=options.overwrite)
-    if as_json:
-        print_json(found.as_json())
-    elif as_csv:
-        print_csv(found)
-    else:
-        stdout().print(printable(f"{summary(found)}\nReport: {path}"), soft_wrap=True)
-    if found.verification is not None:
-        found.verification.raise_if_failed()

@@ -40,31 +40,22 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class Speed:
-    """The measured rates of this machine.
+    """The measured rates of this machine."""
 
-    Attributes:
-        flops: floating-point operations per second, in matrix products of the compute dtype.
-        eigen: floating-point operations per second in eigenproblems, as plans count them; None if the plan
-            has none.
-        share: share of the requested processors' time that this process got during the measurement;
-            1 for other devices.
-        read: bytes per second read from one source file; None if no source is a local file.
-        read_from: the source file that was read.
-        begun: processor seconds for the start and for planning, which a merge needs too.
-        hashed: bytes per second through SHA-256.
-        by_entry: seconds per byte read, for each elementwise method.
-        problem: why a part of the merge could not be run; "" if all could.
-    """
-
-    flops: float
+    flops: float  # floating-point operations per second, in matrix products of the compute dtype
+    # floating-point operations per second in eigenproblems, as plans count them; None if the plan has none
     eigen: float | None
+    # share of the requested processors' time that this process got during the measurement; 1 for
+    # other devices
     share: float
+    # bytes per second read from one source file; None if no source is a local file
     read: float | None
-    read_from: Path | None
-    begun: float = 0.0
-    hashed: float = float("inf")
+    read_from: Path | None  # the source file that was read
+    begun: float = 0.0  # processor seconds for the start and for planning, which a merge needs too
+    hashed: float = float("inf")  # bytes per second through SHA-256
+    # seconds per byte read, for each elementwise method
     by_entry: Mapping[str, float] = field(default_factory=dict[str, float])
-    problem: str = ""
+    problem: str = ""  # why a part of the merge could not be run; "" if all could
 
     def seconds(self, plan: Plan) -> float:
         """Estimate the duration of the run; reading and writing overlap computing, and share the disk.

@@ -27,8 +27,8 @@ from covmerge.front import api
 from covmerge.front.cli.console import print_json, printable, say, say_all, stderr, stdout
 from covmerge.front.cli.machine import measure_speed
 from covmerge.front.cli.progress import BytesProgress
-from covmerge.front.cli.show import plan_summary, show_adapter, show_plan, show_result
-from covmerge.front.reporting import FILE_NAME, ReportJob, check_packages, write_html
+from covmerge.front.cli.show import plan_summary, show_plan, show_result
+from covmerge.front.reporting.job import FILE_NAME, ReportJob, check_packages, write_html
 from covmerge.plan.recipe import Recipe, differing, dump_recipe, format_size
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
@@ -44,13 +44,7 @@ _SPECTRAL_SHARE = 0.2
 
 
 def dry_run(recipe: Recipe, out: Path | None, options: RunOptions, *, as_json: bool) -> None:
-    """Print the plan of a merge.
-
-    Raises:
-        InputError: any error that would stop the merge before its first tensor. If the error is
-            about the output folder, the plan is printed first.
-        ResourceError: the output does not fit on the disk; the plan is printed first.
-    """
+    """Print the plan of a merge; errors about the output folder and the disk's room come after it."""
     with open_recipe(recipe) as opened:
         plan, checkpoints = opened.plan(recipe)
         memory = options.memory([plan])
@@ -86,22 +80,20 @@ def merge_to(
     verbose: bool = False,
     as_json: bool,
 ) -> None:
-    """Merge, and print the result.
-
-    Raises:
-        InputError: any input is wrong; no files are left behind.
-        CheckFailed: the output failed its verification.
-        KeyboardInterrupt: interrupted; the message says how to continue.
-    """
+    """Merge, and print the result."""
     start = time.perf_counter()
     result = _merged(recipe, out, options)
     if result.verification is None:  # another rank has published it
         _say_published(result, out, as_json=as_json)
         return
-    run = _cost(result, options, wall_seconds=time.perf_counter() - start)
+    run: dict[str, Any] = {
+        **result.run,
+        "wall_seconds": time.perf_counter() - start,
+        "threads": options.threads or torch.get_num_threads(),
+        "device": str(options.torch_device),
+    }
     if not as_json:
-        show = show_adapter if recipe.output.format == "adapter" else show_result
-        show(stdout(), result, run, verbose=verbose)
+        show_result(stdout(), result, run, verbose=verbose)
     page = _write_page(result, out, options) if report else None
     if as_json:
         print_json({**_summary(result, run), **({} if page is None else {"report": str(page)})})
@@ -137,15 +129,6 @@ def _write_page(result: MergeResult, out: Path, options: RunOptions) -> Path:
     )
     write_html(job.run(), out / FILE_NAME)
     return out / FILE_NAME
-
-
-def _cost(result: MergeResult, options: RunOptions, *, wall_seconds: float) -> dict[str, Any]:
-    return {
-        **result.run,
-        "wall_seconds": wall_seconds,
-        "threads": options.threads or torch.get_num_threads(),
-        "device": str(options.torch_device),
-    }
 
 
 def _summary(result: MergeResult, run: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +255,8 @@ def _check_places(recipes: Sequence[tuple[Path, Recipe]], options: RunOptions) -
     made: set[str] = set()
     given: list[Path] = []
     for folder, recipe in recipes:
-        given += _places(source for source in _sources(recipe) if source not in made)
+        sources = [*_models(recipe), *statistics_of(recipe).values()]
+        given += _places(source for source in sources if source not in made)
         made.add(str(folder))
     for number, (folder, _) in enumerate(recipes, 1):
         check_not_input(folder, given)
@@ -294,13 +278,8 @@ def _is_taken(folder: Path, options: RunOptions) -> bool:
     return options.resume and (folder / MANIFEST_NAME).exists()
 
 
-def _sources(recipe: Recipe) -> list[str]:
-    """Return the sources that a recipe reads, as the recipe names them."""
-    return [*_models(recipe), *statistics_of(recipe).values()]
-
-
 def _models(recipe: Recipe) -> list[str]:
-    """Return the models that a recipe reads."""
+    """Return the models that a recipe reads, as the recipe names them."""
     experts = [expert.source for expert in recipe.experts.values()]
     return [*(() if recipe.base is None else (recipe.base,)), *experts]
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from covmerge.base.sizes import format_size
 from covmerge.front.cli.catalogue import law_texts, markdown, page, parameter_row, step_page
-from covmerge.front.cli.console import format_flops, print_json, say, stdout
+from covmerge.front.cli.console import facts, format_flops, print_json, say, stdout, table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from covmerge.maths.linalg.auto import Choice
+    from covmerge.maths.linalg.auto import Choice, Cost
     from covmerge.maths.methods import Method
     from covmerge.maths.registry import Table as Registry
     from covmerge.maths.steps import Step
@@ -35,18 +34,13 @@ def methods(
 
     if as_markdown:
         typer.echo(markdown(registry, steps, registry.absent.items()), nl=False)
-    elif name is not None and name in steps and name not in registry:
-        shown = step_page(steps.get(name))
+    elif name is not None:
+        is_step = name in steps and name not in registry
+        shown = step_page(steps.get(name)) if is_step else page(registry.get(name))
         if as_json:
             print_json(shown)
         else:
-            _show_step(shown)
-    elif name is not None:
-        method = registry.get(name)
-        if as_json:
-            print_json(page(method))
-        else:
-            _show_page(page(method))
+            _show(shown, _of_step(shown) if is_step else _of_method(shown))
     elif as_json:
         print_json([page(method) for method in registry])
         for why in (*registry.broken.values(), *steps.broken.values()):
@@ -59,8 +53,6 @@ _LONGEST = 30  # letters of a name on one line
 
 
 def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
-    from covmerge.front.cli.show import facts, table
-
     rows = table("name", "what it does", "data", "paper")
     rows.columns[0].width = min(_LONGEST, max(len(method.name) for method in methods))
     rows.columns[-1].width = len("arXiv:0000.00000")
@@ -92,36 +84,27 @@ def _from(registry: Registry[Any], shown: Method | Step) -> str:
     return "" if origin is None else str(origin)
 
 
-def _show_step(page: Mapping[str, Any]) -> None:
-    _show(
-        page,
-        [
-            ("when", f"{page['when']} a method"),
-            ("works on", page["tensors"]),
-            ("adapters", page["adapters"]),
-            *law_texts(page["laws"]),
-        ],
-    )
+def _of_step(page: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("when", f"{page['when']} a method"),
+        ("works on", page["tensors"]),
+        ("adapters", page["adapters"]),
+        *law_texts(page["laws"]),
+    ]
 
 
-def _show_page(page: Mapping[str, Any]) -> None:
-    laws = page["laws"]
-    _show(
-        page,
-        [
-            ("merges", page["tensors"]),
-            ("data", page["data"]),
-            *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
-            *law_texts(laws, looks_at_base=page["looks_at_base"]),
-            ("equal experts give", laws["replicas"]),
-        ],
-    )
+def _of_method(page: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("merges", page["tensors"]),
+        ("data", page["data"]),
+        *([("tuned", page["published_tuning"])] if page["published_tuning"] else []),
+        *law_texts(page["laws"], looks_at_base=page["looks_at_base"]),
+        ("equal experts give", page["laws"]["replicas"]),
+    ]
 
 
 def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     """Print a page, with the given additional facts of a method or a step."""
-    from covmerge.front.cli.show import facts
-
     reference = page["reference"]
     paper = reference and (
         f"{reference['title']}. {reference['venue']}. arXiv:{reference['arxiv']}, "
@@ -129,7 +112,10 @@ def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     )
     console = stdout()
     console.print(f"{page['name']}: {page['summary']}\n\n  {page['equation']}\n", soft_wrap=True)
-    console.print(_parameters(page) if page["parameters"] else "It has no parameters.\n")
+    parameters = table("parameter", "allowed", "default", "meaning")
+    for parameter in page["parameters"]:
+        parameters.add_row(*parameter_row(parameter))
+    console.print(parameters if page["parameters"] else "It has no parameters.\n")
     console.print(
         facts(
             [
@@ -142,15 +128,6 @@ def _show(page: Mapping[str, Any], more: Iterable[tuple[str, str]]) -> None:
     )
     console.print(f"\nOn the command line\n  {page['command']}", soft_wrap=True)
     console.print("\nIn a recipe", *page["recipe"].splitlines(), sep="\n  ", soft_wrap=True)
-
-
-def _parameters(page: Mapping[str, Any]) -> Table:
-    from covmerge.front.cli.show import table
-
-    rows = table("parameter", "allowed", "default", "meaning")
-    for parameter in page["parameters"]:
-        rows.add_row(*parameter_row(parameter))
-    return rows
 
 
 # `covmerge explain`: the routes for a layer of a given shape, and the cost of each.
@@ -199,11 +176,16 @@ def explain(
                 "dtype": dtype,
                 "device": device,
                 "eigenproblem": EIGENPROBLEM[device],
-                "questions": [_as_json(choice) for choice in choices],
-                "methods": {
-                    name: {"flops": cost.flops, "workspace": cost.workspace}
-                    for name, cost in costs.items()
-                },
+                "questions": [
+                    {
+                        "question": choice.question,
+                        "taken": choice.taken,
+                        "why": choice.why,
+                        "routes": _costs_as_json(choice.routes),
+                    }
+                    for choice in choices
+                ],
+                "methods": _costs_as_json(costs),
             }
         )
         return
@@ -219,25 +201,19 @@ def explain(
         "A float64 operation counts as two on a CPU; workspace is beside the updates and\n"
         "the result. Methods as on updates that are not adapters:\n"
     )
-    _show_methods(costs)
+    rows = table("method", "work", "workspace", right=("work", "workspace"))
+    for name, cost in sorted(costs.items(), key=lambda pair: pair[1].flops):
+        rows.add_row(name, format_flops(cost.flops), format_size(cost.workspace))
+    console.print(rows)
 
 
-def _as_json(choice: Choice) -> dict[str, Any]:
+def _costs_as_json(costs: Mapping[str, Cost]) -> dict[str, Any]:
     return {
-        "question": choice.question,
-        "taken": choice.taken,
-        "why": choice.why,
-        "routes": {
-            name: {"flops": cost.flops, "workspace": cost.workspace}
-            for name, cost in choice.routes.items()
-        },
+        name: {"flops": cost.flops, "workspace": cost.workspace} for name, cost in costs.items()
     }
 
 
 def _show_routes(choices: list[Choice]) -> None:
-    from covmerge.front.cli.show import table
-    from covmerge.plan.recipe import format_size
-
     rows = table("question", "route", "work", "workspace", "", right=("work", "workspace"))
     for choice in choices:
         question = choice.question
@@ -248,14 +224,4 @@ def _show_routes(choices: list[Choice]) -> None:
             )
             question = ""
         rows.add_section()
-    stdout().print(rows)
-
-
-def _show_methods(costs: dict[str, Any]) -> None:
-    from covmerge.front.cli.show import table
-    from covmerge.plan.recipe import format_size
-
-    rows = table("method", "work", "workspace", right=("work", "workspace"))
-    for name, cost in sorted(costs.items(), key=lambda pair: pair[1].flops):
-        rows.add_row(name, format_flops(cost.flops), format_size(cost.workspace))
     stdout().print(rows)

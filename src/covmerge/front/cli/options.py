@@ -30,15 +30,7 @@ def setting(
 
 
 def flag(panel: str, metavar: str | None, text: str, *names: str, **more: Any) -> Any:
-    """Return a flag that has no Python keyword.
-
-    Args:
-        panel: panel of the help.
-        metavar: placeholder for the flag's value; None: the flag has no value.
-        text: help text of the flag.
-        *names: names such as `--json`, if the parameter has another name or the flag is a switch.
-        **more: further arguments of `typer.Option`.
-    """
+    """Return a flag that has no Python keyword; `metavar` is None for a switch, which needs its `names`."""
     return typer.Option(*names, metavar=metavar, rich_help_panel=panel, help=text, **more)
 
 

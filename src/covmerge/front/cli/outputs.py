@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from covmerge.front.cli import options
-from covmerge.front.cli.console import print_json, printable, say, stdout
+from covmerge.front.cli.console import (
+    check_one_form,
+    print_csv,
+    print_json,
+    printable,
+    say,
+    stdout,
+    table,
+)
 
 if TYPE_CHECKING:
+    from covmerge.run.inspection.job import SpectraOf
     from covmerge.run.verification import Verification
 
 
@@ -53,8 +62,6 @@ def verify(
 
 
 def _show(report: Verification) -> None:
-    from covmerge.front.cli.show import table
-
     checks = table("check", "result", "detail")
     for check in report.checks:
         checks.add_row(
@@ -109,16 +116,29 @@ def report(
     Reads base, experts and output again. Exits with 1 if the output fails its verification.
     """
     given = options.given(locals())
-    from covmerge.front.cli import flags, inspecting
+    check_one_form(as_json=as_json, as_csv=as_csv)
+    from covmerge.files.checkpoints.manifest import read_manifest
+    from covmerge.files.stores.address import local_path
+    from covmerge.front.cli import flags
+    from covmerge.front.reporting.job import FILE_NAME, ReportJob, check_page, write_html
+    from covmerge.front.reporting.page import summary
 
-    inspecting.report(
-        out,
-        flags.shown_options(given),
-        spectra=spectra,
-        html=html,
-        as_json=as_json,
-        as_csv=as_csv,
-    )
+    how = flags.shown_options(given)
+    read_manifest(local_path(out))  # report a wrong folder before a missing package
+    path = html or (None if as_json or as_csv else out / FILE_NAME)
+    if path is not None:
+        check_page(path, overwrite=overwrite)
+    found = ReportJob(out, cast("SpectraOf", spectra), how).run()
+    if path is not None:
+        write_html(found, path, overwrite=overwrite)
+    if as_json:
+        print_json(found.as_json())
+    elif as_csv:
+        print_csv(found)
+    else:
+        stdout().print(printable(f"{summary(found)}\nReport: {path}"), soft_wrap=True)
+    if found.verification is not None:
+        found.verification.raise_if_failed()
 
 
 def view(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from covmerge.base.settings import UNNAMED_NOTE
 from covmerge.base.text import counted, some, spread
@@ -20,7 +18,15 @@ from covmerge.files.checkpoints.folder import read_config
 from covmerge.files.checkpoints.modules import MODULES
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import Store
-from covmerge.front.cli.console import format_flops, format_seconds, printable
+from covmerge.front.cli.console import (
+    NOTE,
+    WARNING,
+    facts,
+    format_flops,
+    format_seconds,
+    printable,
+    table,
+)
 from covmerge.front.cli.machine import Speed
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
@@ -36,30 +42,7 @@ from covmerge.run.verification import Verification
 _LAYERS = 12  # in a table by layer
 _EXACT = 1e-12  # share of an update's energy that is lost to rounding, not to the rank
 _LOSS = 0.01  # share of the update's norm: a larger loss to rounding is always shown
-NOTE, WARNING = "note", "warning"  # labels of facts that readers should not miss
-_STYLES = {NOTE: "yellow", WARNING: "bold yellow"}
-
-
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """Return an empty table; the columns named in `right` hold numbers."""
-    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for column in columns:
-        empty.add_column(
-            column,
-            justify="right" if column in right else "left",
-            overflow="fold",  # users look up full names
-        )
-    return empty
-
-
-def facts(pairs: Iterable[tuple[str, str]]) -> Table:
-    """Return a table of labels, each with its text."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, text in pairs:
-        grid.add_row(label, printable(text), style=_STYLES.get(label))
-    return grid
+_FAILS = "a piece of the merge was tried for this, and the merge will fail as it did"
 
 
 def show_plan(
@@ -92,7 +75,7 @@ def show_plan(
                 ("largest", f"{largest.tensor.name}, {format_size(largest.memory)} while merged"),
                 ("disk", _disk(plan, room)),
                 ("time", _time(plan, speed)),
-                *([(WARNING, _failed(speed))] if speed.problem else []),
+                *([(WARNING, f"{_FAILS}: {speed.problem}")] if speed.problem else []),
                 *((NOTE, note) for note in plan.notes),
             ]
         )
@@ -135,37 +118,42 @@ def plan_summary(
 def show_result(
     console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
 ) -> None:
-    """Print how tensors were merged and why, what to check, and what to do next.
+    """Print how tensors were merged to disk and why, what to check, and what to do next.
 
-    Args:
-        console: where to print.
-        result: result of a merge to disk.
-        run: the cost of the merge, as in the JSON summary.
-        verbose: also print rules by role, the method's diagnostics, time, memory and checks.
+    `run` is the cost of the merge, as in the JSON summary.
     """
     report = cast("Verification", result.verification)
     stats = result.stats
     totals = stats["totals"]
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(report.folder))}", soft_wrap=True)
-    if verbose:
+    out, is_adapter = report.folder, result.recipe.output.format == "adapter"
+    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
+    if verbose and not is_adapter:
         rules = table("role", "rule", "tensors", right=("tensors",))
         for row in totals["by_rule"]:
             rules.add_row(row["role"], printable(row["rule"]), str(row["tensors"]))
         console.print(rules)
     if "quantised" in totals:
         show_losses(console, totals["quantised"]["layers"])
+    resumed = f"{run['resumed_items']} of {run['items']} items were done by an earlier run"
     console.print(
         facts(
             [
                 ("taken", _taken(result)),
-                *_resumed(run),
+                *([("resumed", resumed)] if run["resumed_items"] else []),
+                *(_factors(result, verbose=verbose) if is_adapter else ()),
                 *_heads(stats["heads"]),
                 *_remarks(result),
                 *(_details(result, run) if verbose else ()),
             ]
         )
     )
-    _show_next(console, result, _next_commands(report.folder))
+    console.print("\nNext:")
+    for command in _load_adapter(result, out) if is_adapter else _next_commands(out):
+        console.print(f"  {printable(command)}", soft_wrap=True)
+    score = score_command(dump_recipe(result.recipe), str(out))
+    if score is not None:
+        console.print("How good it is, only a score tells. Score it beside other methods:")
+        console.print(f"  {printable(score)}", soft_wrap=True)
 
 
 def _taken(result: MergeResult) -> str:
@@ -178,14 +166,10 @@ def _taken(result: MergeResult) -> str:
     ordered = sorted(counts.items(), key=lambda item: (item[0] != method, -item[1]))
     named = {"base": "the base's own"}
     shown = ", ".join(f"{named.get(r, r)} for {counted(c, 'tensor')}" for r, c in ordered)
-    why = _why(result.notes)
-    return f"{shown}{f'. No method is named: {why}' if why else ''}"
-
-
-def _why(notes: Sequence[str]) -> str | None:
-    return next(
-        (note.removeprefix(UNNAMED_NOTE) for note in notes if note.startswith(UNNAMED_NOTE)), None
-    )
+    why = [
+        note.removeprefix(UNNAMED_NOTE) for note in result.notes if note.startswith(UNNAMED_NOTE)
+    ]
+    return f"{shown}. No method is named: {why[0]}" if why else shown
 
 
 def _remarks(result: MergeResult) -> list[tuple[str, str]]:
@@ -228,18 +212,6 @@ def _details(result: MergeResult, run: Mapping[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _show_next(console: Console, result: MergeResult, commands: Sequence[str]) -> None:
-    """Print commands to load the model, to verify it again, and to compare its score with other methods."""
-    console.print("\nNext:")
-    for line in commands:
-        console.print(f"  {line}", soft_wrap=True)
-    folder = cast("Verification", result.verification).folder
-    score = score_command(dump_recipe(result.recipe), str(folder))
-    if score is not None:
-        console.print("How good it is, only a score tells. Score it beside other methods:")
-        console.print(f"  {printable(score)}", soft_wrap=True)
-
-
 def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     """Print the update's loss from rounding to a quantised format; of many layers only the worst."""
     ordered = sorted(layers, key=lambda layer: -layer.get("lost", 0.0))
@@ -257,30 +229,6 @@ def show_losses(console: Console, layers: Sequence[Mapping[str, Any]]) -> None:
     console.print(
         f"{text}{f'; {more} layers with less noise are in covmerge.json' if more else ''}"
     )
-
-
-def show_adapter(
-    console: Console, result: MergeResult, run: Mapping[str, Any], *, verbose: bool = False
-) -> None:
-    """Print the result of merging adapters into one; arguments as in `show_result`."""
-    out = cast("Verification", result.verification).folder
-    console.print(f"Merged {_what(result.recipe)}: {printable(str(out))}", soft_wrap=True)
-    console.print(
-        facts(
-            [
-                ("taken", _taken(result)),
-                *_resumed(run),
-                *_factors(result, verbose=verbose),
-                *_heads(result.stats["heads"]),
-                *_remarks(result),
-                *(_details(result, run) if verbose else ()),
-            ]
-        )
-    )
-    loads = "PeftModel.from_pretrained(base, {})"
-    if result.recipe.output.names != PEFT_FORM:
-        loads = "pipe.load_lora_weights({})"
-    _show_next(console, result, [printable(loads.format(json.dumps(str(out))))])
 
 
 def _factors(result: MergeResult, *, verbose: bool) -> list[tuple[str, str]]:
@@ -391,10 +339,6 @@ def _time(plan: Plan, speed: Speed) -> str:
     return f"about {format_seconds(speed.seconds(plan))}, a rough estimate from a short test: {rates}{busy}"
 
 
-def _failed(speed: Speed) -> str:
-    return f"a piece of the merge was tried for this, and the merge will fail as it did: {speed.problem}"
-
-
 def _run(run: Mapping[str, Any]) -> str:
     return (
         f"{format_seconds(run['seconds'])}: read {format_seconds(run['read_seconds'])}, compute "
@@ -405,18 +349,18 @@ def _run(run: Mapping[str, Any]) -> str:
     )
 
 
-def _resumed(run: Mapping[str, Any]) -> list[tuple[str, str]]:
-    resumed, items = run["resumed_items"], run["items"]
-    return (
-        [("resumed", f"{resumed} of {items} items were done by an earlier run")] if resumed else []
-    )
-
-
 def _workers(count: int, why: str) -> str:
     """Return how many processes worked, unless there was one and no reason is given."""
     if count == 1 and not why:
         return ""
     return f"; {count} process{'' if count == 1 else 'es'}{f' ({why})' if why else ''}"
+
+
+def _load_adapter(result: MergeResult, out: Path | Store) -> list[str]:
+    where = json.dumps(str(out))
+    if result.recipe.output.names == PEFT_FORM:
+        return [f"PeftModel.from_pretrained(base, {where})"]
+    return [f"pipe.load_lora_weights({where})"]
 
 
 def _next_commands(out: Path | Store) -> list[str]:
@@ -432,4 +376,4 @@ def _next_commands(out: Path | Store) -> list[str]:
         library, loader = ("diffusers", part) if part else ("transformers", named)
         load = f"from {library} import {loader}; {loader}.from_pretrained({json.dumps(str(out))})"
         commands.append(f"python -c {shlex.quote(load)}")
-    return [printable(command) for command in commands]
+    return commands

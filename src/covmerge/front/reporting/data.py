@@ -22,17 +22,11 @@ from covmerge.run.verification import Verification
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of merging one tensor.
+    """The cost of merging one tensor."""
 
-    Attributes:
-        seconds: seconds of mathematics; None if not measured.
-        memory: bytes in use while the tensor is merged, by the plan.
-        flops: floating-point operations, by the method's cost model.
-    """
-
-    seconds: float | None
-    memory: int
-    flops: float
+    seconds: float | None  # seconds of mathematics; None if not measured
+    memory: int  # bytes in use while the tensor is merged, by the plan
+    flops: float  # floating-point operations, by the method's cost model
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,17 +107,6 @@ def changed(layer: LayerView, values: Mapping[str, float]) -> dict[str, float | 
     return {expert: value if norms[expert] else None for expert, value in values.items()}
 
 
-def keeps_least(inspection: Inspection) -> str:
-    """Return the expert with the lowest retention; if several retain nothing, the one harmed most."""
-    shares = inspection.retention()
-
-    def standing(expert: str) -> tuple[float, float]:
-        raw = mean(layer.retention.get(expert) for layer in inspection.matrices)
-        return shares[expert], raw or 0.0
-
-    return min(shares, key=standing)
-
-
 def moved_by(inspection: Inspection, expert: str) -> float:
     """Return ‖Δ_t‖ / ‖W_0‖ over all matrices."""
     base = hypot(*(layer.sums.base_norm for layer in inspection.matrices))
@@ -132,19 +115,13 @@ def moved_by(inspection: Inspection, expert: str) -> float:
 
 @dataclass(frozen=True)
 class Pair:
-    """Means for two experts over the matrices that both changed; None if there are no such matrices.
-
-    Attributes:
-        cosine: cosine between their updates.
-        conflict: share of opposite signs among the elements that both changed; 0.5 is chance.
-        overlap: overlap of the inputs that matter most to each; 1: the same inputs.
-        chance: the overlap of unrelated updates.
-    """
+    """Means for two experts over the matrices that both changed; None if there are no such matrices."""
 
     cosine: float | None
+    # share of opposite signs among the elements that both changed; 0.5 is chance
     conflict: float | None
-    overlap: float | None
-    chance: float | None
+    overlap: float | None  # overlap of the inputs that matter most to each; 1: the same inputs
+    chance: float | None  # the overlap of unrelated updates
 
 
 def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
@@ -173,16 +150,11 @@ def pairs(data: Inspect) -> dict[tuple[str, str], Pair]:
 
 @dataclass(frozen=True)
 class Gamma:
-    """Heterogeneity of the experts in one matrix.
-
-    Attributes:
-        layer: the matrix.
-        values: γ by statistic.
-        fired: whether the gate fired in the merge; None if its method has no gate, and before a merge.
-    """
+    """Heterogeneity of the experts in one matrix."""
 
     layer: LayerView
-    values: Mapping[Statistic, float]
+    values: Mapping[Statistic, float]  # γ by statistic
+    # whether the gate fired in the merge; None if its method has no gate, and before a merge
     fired: bool | None
 
 

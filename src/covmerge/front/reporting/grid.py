@@ -12,23 +12,19 @@ from covmerge.run.judgement.layers import block_of, kind_of
 _Of = TypeVar("_Of")
 # The experts of a mixture are too many for one panel each: each cell is their mean.
 _OF_MIXTURE = re.compile(r"\bexperts\.\d+\b")
+_NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
 SINGLE = "single layers"
 _TOGETHER = 16  # layers in one panel
 
 
 @dataclass(frozen=True)
 class Panel(Generic[_Of]):
-    """A panel for layers of one kind.
-
-    Attributes:
-        label: name of the kind.
-        columns: the layers of each block, by its number; layers that occur once, by name.
-        numbered: whether the columns are blocks.
-    """
+    """A panel for layers of one kind."""
 
     label: str
+    # the layers of each block, by its number; layers that occur once, by name
     columns: Mapping[str, tuple[_Of, ...]]
-    numbered: bool = True
+    numbered: bool = True  # whether the columns are blocks
 
 
 def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
@@ -48,7 +44,7 @@ def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
         if block is None:
             single.setdefault(kind, []).append(layer)
             continue
-        key = (_prefix(name), kind)
+        key = (_NUMBER.split(name, maxsplit=1)[0], kind)
         found.setdefault(key, {}).setdefault(str(block), []).append(layer)
     for (prefix, kind), columns in list(found.items()):
         if len(columns) == 1:
@@ -71,10 +67,6 @@ def panels(layers: Iterable[tuple[str, _Of]]) -> list[Panel[_Of]]:
 def _kind(name: str) -> str:
     kind = kind_of(name).replace(".weight[", "[")
     return _OF_MIXTURE.sub("experts.*", kind)
-
-
-def _prefix(name: str) -> str:
-    return re.split(r"(?:^|\.)\d+(?:\.|$)", name, maxsplit=1)[0]
 
 
 def _labels(keys: list[tuple[str, str]]) -> dict[tuple[str, str], str]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from covmerge.base.text import printable
 from covmerge.base.version import __version__
 from covmerge.front.reporting import page, tables
 from covmerge.front.reporting.data import Report
-from covmerge.front.reporting.pictures import cost_pictures, pictures
 from covmerge.front.reporting.style import COLOURS, needed_for_reports, number
+from covmerge.front.scoring import score_command
 
 with needed_for_reports():
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
+
+    from covmerge.front.reporting.pictures import cost_pictures, pictures
 
 
 def render(report: Report) -> str:
@@ -28,6 +32,9 @@ def render(report: Report) -> str:
     )
     environment.filters["cell"] = _cell
     manifest = report.manifest
+    # Before a merge there is no retention; for adapters its prediction is not valid.
+    predicted = manifest is not None and not report.inspection.adapters
+    recipe = None if manifest is None else manifest["recipe"]
     return environment.get_template("report.html.jinja").render(
         report=report,
         version=__version__,
@@ -39,12 +46,12 @@ def render(report: Report) -> str:
         facts=list(page.facts(report)),
         method_tables=tables.method_columns(report),
         losses=tables.losses(report),
-        retention=page.RETENTION if page.is_predicted(report) else None,
-        score=page.score_it(report),
+        retention=page.RETENTION if predicted else None,
+        score=None if recipe is None else score_command(recipe, report.title),
         pictures=list(pictures(report)),
         cost_pictures=list(cost_pictures(report)),
         run=list(page.run_facts(report)),
-        recipe=page.recipe_text(report),
+        recipe=recipe and yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=88),
         sources=page.sources(report),
         versions={} if manifest is None else {k: manifest[k] for k in ("covmerge", "torch")},
         svg=Markup,

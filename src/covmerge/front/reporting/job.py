@@ -29,25 +29,18 @@ from covmerge.run.verification import Verification, verify
 
 @dataclass(frozen=True)
 class ReportJob:
-    """An output of covmerge to report on, and the options of the run.
-
-    Attributes:
-        folder: the output.
-        spectra: of which matrices singular values are computed; see `InspectJob`.
-        options: how the work is done.
-        seconds: seconds of the merge's mathematics by tensor, if the merge was just run.
-        measured: other measurements of that run, as in `MergeResult.run`.
-        verification: the output's verification, if it was just made; None: verify the output now.
-        share: largest share of the merge's FLOPs that "some" spectra may take; None: the limit of
-            an inspection.
-    """
+    """An output of covmerge to report on, and the options of the run."""
 
     folder: Path
     spectra: SpectraOf = "some"
     options: RunOptions = field(default_factory=RunOptions)
+    # seconds of the merge's mathematics by tensor, if the merge was just run
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    # other measurements of that run, as in `MergeResult.run`
     measured: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # the output's verification, if it was just made; None: verify the output now
     verification: Verification | None = None
+    # largest share of the merge's FLOPs that "some" spectra may take; None: the limit of an inspection
     share: float | None = None
 
     def run(self) -> Report:
@@ -123,14 +116,9 @@ def check_page(path: Path, *, overwrite: bool = False) -> None:
 
 
 def check_place(path: Path, example: str, what: str, generator: str, *, overwrite: bool) -> None:
-    """Check that a page may be written to a path.
+    """Check that a page may be written to a path, over a page by the same `generator` too.
 
-    Args:
-        path: path of the page.
-        example: a file name for the error message.
-        what: the kind of page, as users call it.
-        generator: beginning of the page's `generator`. A page of the same kind is replaced.
-        overwrite: whether any other file is also replaced.
+    `example` is a file name for the message, `what` the kind of page.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder: name a file, such as {path / example}")

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
 
-import yaml
-
 from covmerge.base.diagnostics import summarise
 from covmerge.base.findings import Finding, Severity, by_text
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.style import number, quoted, share
-from covmerge.front.scoring import score_command
 from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
@@ -45,7 +42,7 @@ def summary(report: Report) -> str:
     """Return what was merged, how, and whether the output is sound; it contains facts, not predictions."""
     inspection = report.inspection
     count = counted(len(inspection.experts), "expert")
-    base = quoted(_short(inspection.base))
+    base = quoted(PurePath(inspection.base).name or inspection.base)
     if report.manifest is None:
         faults = counted(len(inspection.faults), "fault")
         return (
@@ -63,18 +60,6 @@ def summary(report: Report) -> str:
         all_ = counted(len(checks), "check")
         parts.append(f"{failed} of {all_} failed" if failed else f"it passed all {all_}")
     return "; ".join(parts) + "."
-
-
-def score_it(report: Report) -> str | None:
-    """Return the command that scores the merge and others; None before a merge, or if there is none."""
-    if report.manifest is None:
-        return None
-    return score_command(report.manifest["recipe"], report.title)
-
-
-def is_predicted(report: Report) -> bool:
-    """Return whether the predicted retention is shown; for adapters the prediction is not valid."""
-    return report.manifest is not None and not report.inspection.adapters
 
 
 def messages(report: Report) -> list[Message]:
@@ -102,18 +87,13 @@ def messages(report: Report) -> list[Message]:
     )
     found = {key: list[Finding]() for key in said} | by_text(of_experts_first)
     order = list(Severity)
-    return [
-        _message(severity, text, alike)
-        for (severity, text), alike in sorted(
-            found.items(), key=lambda item: order.index(item[0][0])
-        )
-    ]
-
-
-def _message(severity: Severity, text: str, alike: Sequence[Finding]) -> Message:
-    who = ", ".join(finding.expert for finding in alike if finding.expert is not None)
-    tensors = dict.fromkeys(tensor for finding in alike for tensor in finding.tensors)
-    return Message(str(severity), who, text, some(list(tensors)))
+    worst_first = sorted(found.items(), key=lambda item: order.index(item[0][0]))
+    shown: list[Message] = []
+    for (severity, text), alike in worst_first:
+        who = ", ".join(finding.expert for finding in alike if finding.expert is not None)
+        tensors = dict.fromkeys(tensor for finding in alike for tensor in finding.tensors)
+        shown.append(Message(str(severity), who, text, some(tensors)))
+    return shown
 
 
 def facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -132,10 +112,7 @@ def facts(report: Report) -> Iterator[tuple[str, str]]:
             ((name, given),) = entry.items()
             chosen = "".join(f"; {k}: {json.dumps(v)}" for k, v in given.items())
             yield f"{when} it", f"{name}: {steps.get(name).summary}{chosen}"
-    yield (
-        "rounding",
-        rounding_said(totals, share(totals["rounding_loss"])),
-    )
+    yield "rounding", rounding_said(totals, share(totals["rounding_loss"]))
     if "discarded_energy" in totals:
         yield (
             "adapter",
@@ -164,14 +141,6 @@ def run_facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "peak memory", f"{format_size(run['peak_memory'])} measured{detail}"
 
 
-def recipe_text(report: Report) -> str | None:
-    """Return the recipe as YAML; None before a merge."""
-    if report.manifest is None:
-        return None
-    recipe = report.manifest["recipe"]
-    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=88)
-
-
 def sources(report: Report) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Return each source: its name, its place, and the hashes of its files."""
     if report.manifest is None:
@@ -191,7 +160,3 @@ def _hashes(content: Any) -> list[tuple[str, str]]:
     if not isinstance(content, Mapping):
         return [("", str(content))]
     return [(name, str(value)) for name, value in cast("Mapping[str, Any]", content).items()]
-
-
-def _short(source: str) -> str:
-    return PurePath(source).name or source

@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element, fromstring, tostring
 
+from matplotlib.figure import Figure
+
 from covmerge.base.table import Table
 from covmerge.front.reporting import figures, tables
 from covmerge.front.reporting.data import Report, gammas, shown_spectra
 from covmerge.front.reporting.figures.canvas import NothingToDraw, style
-from covmerge.front.reporting.style import COLOURS, needed_for_reports
+from covmerge.front.reporting.style import COLOURS
 
 # A matplotlib figure as a part of a page: one element, with the colours and fonts of the page.
 
-with needed_for_reports():
-    import matplotlib
-    from matplotlib.figure import Figure
-
-# matplotlib's annotations are partial.
-_matplotlib: Any = matplotlib
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _DROPPED = frozenset({"metadata", "style"})
 _LONG = re.compile(r"\d+\.\d{3,}")
@@ -33,18 +29,13 @@ _PIXELS_PER_POINT = 4 / 3
 def inline_svg(figure: Figure, name: str, label: str) -> str:
     """Return a figure as an `<svg>` element, without its title, which the page writes itself.
 
-    A figure always gives the same bytes. Names in it are plain text, whatever they contain.
-
-    Args:
-        figure: the figure, which loses its title.
-        name: beginning of the ids in the element, so that two figures on a page have different ids.
-        label: description of the figure for screen readers.
+    A figure always gives the same bytes. Names in it are plain text, whatever they contain. Ids begin with
+    `name`, so that two figures on a page have different ids; `label` is for screen readers.
     """
     anything: Any = figure
     anything.suptitle("")
     content = io.BytesIO()
     with style():
-        _matplotlib.rcParams["svg.hashsalt"] = "covmerge"
         anything.savefig(
             content,
             format="svg",

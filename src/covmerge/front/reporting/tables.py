@@ -6,76 +6,60 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from covmerge.base.table import Cell, Table
-from covmerge.front.reporting.data import (
-    BEFORE,
-    MERGED,
-    STATISTICS,
-    Inspect,
-    Pair,
-    Report,
-    changed,
-    curves,
-    evenly,
-    gammas,
-    inspection_of,
-    mean,
-    moved_by,
-    pairs,
-    thresholds,
-)
+from covmerge.front.reporting import data
 from covmerge.run.inspection.result import LayerView
 
 _PLACES = 9  # singular values of one curve in the table
 
 
-def norms(data: Inspect) -> Table:
+def norms(report: data.Report) -> Table:
     """Return ‖Δ_t‖ / ‖W_0‖ in percent, layer by expert."""
-    return _by_expert(data, lambda layer: _percents(layer.relative))
+    return _by_expert(report, lambda layer: _percents(layer.relative))
 
 
-def retention(data: Inspect) -> Table:
+def retention(report: data.Report) -> Table:
     """Return the share of each expert that the merged model keeps, in percent, layer by expert."""
-    return _by_expert(data, lambda layer: _percents(layer.retention))
+    return _by_expert(report, lambda layer: _percents(layer.retention))
 
 
-def merged_cosines(data: Inspect) -> Table:
+def merged_cosines(report: data.Report) -> Table:
     """Return the cosine of each expert's update with the merged update, layer by expert."""
-    return _by_expert(data, lambda layer: changed(layer, layer.merged_cosines))
+    return _by_expert(report, lambda layer: data.changed(layer, layer.merged_cosines))
 
 
-def cosines(data: Inspect) -> Table:
+def cosines(report: data.Report) -> Table:
     """Return the cosine between the updates of every two experts."""
-    return _by_pair(data, "cosine", lambda pair: pair.cosine)
+    return _by_pair(report, "cosine", lambda pair: pair.cosine)
 
 
-def sign_conflicts(data: Inspect) -> Table:
+def sign_conflicts(report: data.Report) -> Table:
     """Return the share of weights that every two experts move in opposite directions, in percent."""
-    return _by_pair(data, "opposite signs, %", lambda pair: _percent(pair.conflict))
+    return _by_pair(report, "opposite signs, %", lambda pair: _percent(pair.conflict))
 
 
-def overlaps(data: Inspect) -> Table:
+def overlaps(report: data.Report) -> Table:
     """Return the share of leading inputs that two experts have in common, and by chance, in percent."""
-    found = _by_pair(data, "shared inputs, %", lambda pair: _percent(pair.overlap))
-    chances = [_percent(pair.chance) for pair in pairs(data).values()]
+    found = _by_pair(report, "shared inputs, %", lambda pair: _percent(pair.overlap))
+    chances = [_percent(pair.chance) for pair in data.pairs(report).values()]
     rows = [(*row, chance) for row, chance in zip(found.rows, chances, strict=True)]
     return Table((*found.columns, "by chance, %"), tuple(rows))
 
 
-def gamma(data: Inspect) -> Table:
+def gamma(report: data.Report) -> Table:
     """Return γ, whether it is above its threshold, and whether the merge's gate fired."""
-    taus, found = thresholds(data), gammas(data)
+    taus, found = data.thresholds(report), data.gammas(report)
     known = any(entry.fired is not None for entry in found)
     columns = [
         "layer",
-        *(f"{name} γ" for name in STATISTICS.values()),
-        *(f"above τ = {taus[statistic]:g}, {name}" for statistic, name in STATISTICS.items()),
+        *(f"{name} γ" for name in data.STATISTICS.values()),
+        *(f"above τ = {taus[statistic]:g}, {name}" for statistic, name in data.STATISTICS.items()),
         *(["gate fired in this merge"] if known else []),
     ]
     rows = [
         (
             entry.layer.name,
-            *(entry.values[statistic] for statistic in STATISTICS),
-            *(entry.values[statistic] > taus[statistic] for statistic in STATISTICS),
+            *(entry.values[statistic] for statistic in data.STATISTICS),
+            *(entry.values[statistic] > taus[statistic] for statistic in data.STATISTICS),
             *([entry.fired] if known else []),
         )
         for entry in found
@@ -85,17 +69,21 @@ def gamma(data: Inspect) -> Table:
 
 def spectrum(layer: LayerView) -> Table:
     """Return some of the singular values of one matrix."""
-    found = curves(layer)
-    places = {s.places[i] for s in found.values() for i in evenly(len(s.places), _PLACES)}
+    found = data.curves(layer)
+    places = {s.places[i] for s in found.values() for i in data.evenly(len(s.places), _PLACES)}
     values = [dict(zip(s.places, s.sigma, strict=True)) for s in found.values()]
     rows = [(f"σ{place + 1}", *(sigma.get(place) for sigma in values)) for place in sorted(places)]
     return Table((layer.name, *found), tuple(rows))
 
 
-def ranks(data: Inspect) -> Table:
+def ranks(report: data.Report) -> Table:
     """Return effective ranks and leading energy of every matrix; those of the experts as a mean."""
-    layers = [layer for layer in inspection_of(data).matrices if layer.spectra]
-    parts = [label for label in (BEFORE, MERGED) if any(label in curves(layer) for layer in layers)]
+    layers = [layer for layer in report.inspection.matrices if layer.spectra]
+    parts = [
+        label
+        for label in (data.BEFORE, data.MERGED)
+        if any(label in data.curves(layer) for layer in layers)
+    ]
     columns = [
         "layer",
         *(f"effective rank: {part}" for part in ("experts, mean", *parts)),
@@ -103,21 +91,21 @@ def ranks(data: Inspect) -> Table:
     ]
     rows: list[tuple[Cell, ...]] = []
     for layer in layers:
-        spectra, found = layer.spectra.values(), curves(layer)
+        spectra, found = layer.spectra.values(), data.curves(layer)
         views = [found.get(part) for part in parts]
         rows.append(
             (
                 layer.name,
-                mean(view.effective_rank for view in spectra),
+                data.mean(view.effective_rank for view in spectra),
                 *(None if view is None else view.effective_rank for view in views),
-                _percent(mean(view.top_energy for view in spectra)),
+                _percent(data.mean(view.top_energy for view in spectra)),
                 *(None if view is None else _percent(view.top_energy) for view in views),
             )
         )
     return Table(tuple(columns), tuple(rows))
 
 
-def experts(report: Report) -> Table:
+def experts(report: data.Report) -> Table:
     """Return the main facts about each expert."""
     inspection = report.inspection
     manifest = report.manifest or {"recipe": {"experts": {}}, "heads": {}}
@@ -127,11 +115,11 @@ def experts(report: Report) -> Table:
     columns: dict[str, Mapping[str, float | None]] = {
         "kept of what it adds, %": {} if inspection.adapters else _percents(shares),
         "cosine with the merged update": {
-            name: mean(layer.merged_cosines.get(name) for layer in layers)
+            name: data.mean(layer.merged_cosines.get(name) for layer in layers)
             for name in inspection.compared
         },
         "size of its update, % of the base": {
-            name: _percent(moved_by(inspection, name)) for name in inspection.compared
+            name: _percent(data.moved_by(inspection, name)) for name in inspection.compared
         },
         "matrices it changed": {
             name: sum(bool(layer.norms.get(name)) for layer in layers)
@@ -145,7 +133,7 @@ def experts(report: Report) -> Table:
     return Table(("expert", *known), tuple(rows))
 
 
-def method_columns(report: Report) -> list[Table]:
+def method_columns(report: data.Report) -> list[Table]:
     """Return the methods' diagnostics of each matrix, with a table for each set of headings."""
     found: dict[tuple[str, ...], list[tuple[Cell, ...]]] = {}
     for one in report.diagnostics.values():
@@ -157,7 +145,7 @@ def method_columns(report: Report) -> list[Table]:
     return [Table(columns, tuple(rows)) for columns, rows in found.items()]
 
 
-def losses(report: Report) -> Table | None:
+def losses(report: data.Report) -> Table | None:
     """Return the losses from rounding to a quantised format by layer; None if nothing is quantised."""
     totals: Mapping[str, Any] = {} if report.manifest is None else report.manifest["totals"]
     found: Mapping[str, Any] | None = totals.get("quantised")
@@ -181,7 +169,7 @@ def losses(report: Report) -> Table | None:
     return Table(columns, tuple(rows))
 
 
-def costs(report: Report) -> Table:
+def costs(report: data.Report) -> Table:
     """Return seconds, if measured, memory and operations of each tensor of the merge."""
     timed = any(cost.seconds is not None for cost in report.costs.values())
     rows = [
@@ -192,13 +180,19 @@ def costs(report: Report) -> Table:
     return Table(columns, tuple(rows))
 
 
-def _by_pair(data: Inspect, heading: str, value: Callable[[Pair], float | None]) -> Table:
-    rows = [(f"{one} and {other}", value(pair)) for (one, other), pair in pairs(data).items()]
+def _by_pair(
+    report: data.Report, heading: str, value: Callable[[data.Pair], float | None]
+) -> Table:
+    rows = [
+        (f"{one} and {other}", value(pair)) for (one, other), pair in data.pairs(report).items()
+    ]
     return Table(("experts", heading), tuple(rows))
 
 
-def _by_expert(data: Inspect, value: Callable[[LayerView], Mapping[str, float | None]]) -> Table:
-    inspection = inspection_of(data)
+def _by_expert(
+    report: data.Report, value: Callable[[LayerView], Mapping[str, float | None]]
+) -> Table:
+    inspection = report.inspection
     names = inspection.compared
     rows = [
         (layer.name, *(found.get(expert) for expert in names))

@@ -12,6 +12,7 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.resources import files
+from itertools import chain, count
 from pathlib import Path
 
 from covmerge.base.errors import InputError
@@ -21,7 +22,7 @@ from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest, re
 from covmerge.files.stores.disk import replace_file
 from covmerge.front.reporting.job import check_place
 from covmerge.front.reporting.style import COLOURS
-from covmerge.front.viewer.scene import Choice, Group, Scene, choice_of
+from covmerge.front.viewer.scene import Scene
 from covmerge.plan.recipe import Recipe, load_recipe, parse_recipe
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.inspection.job import InspectJob, open_merged
@@ -99,11 +100,9 @@ def _place(source: str, kind: object) -> str:
 
 def _free(name: str, recipe: Recipe) -> str:
     """Return a name that no expert has."""
-    taken, found, count = {expert.lower() for expert in recipe.experts}, name, 1
-    while found in taken:
-        count += 1
-        found = f"{name}-{count}"
-    return found
+    taken = {expert.lower() for expert in recipe.experts}
+    numbered = (f"{name}-{number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in taken)
 
 
 # The page as one file, which loads nothing.
@@ -164,15 +163,3 @@ def _colours() -> str:
         f":root {{ color-scheme: light; {light} }}\n"
         f"@media (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {dark} }} }}\n"
     )
-
-
-__all__ = [
-    "FILE_NAME",
-    "Choice",
-    "Group",
-    "Scene",
-    "ViewJob",
-    "check_page",
-    "choice_of",
-    "write_html",
-]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal, cast
 
 from covmerge.base.findings import Finding, Severity
@@ -30,33 +31,21 @@ Method = Literal["task_arithmetic", "average"]
 
 @dataclass(frozen=True)
 class Group:
-    """A group of tensors with weights of their own.
+    """A group of tensors with weights of their own."""
 
-    Attributes:
-        patterns: patterns of their names, as in a recipe's `by_name`.
-        weights: weights by expert.
-        scale: scale of the sum.
-    """
-
-    patterns: tuple[str, ...]
-    weights: Mapping[str, float]
-    scale: float = 1.0
+    patterns: tuple[str, ...]  # patterns of their names, as in a recipe's `by_name`
+    weights: Mapping[str, float]  # weights by expert
+    scale: float = 1.0  # scale of the sum
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The weights of all experts, as chosen on the page.
+    """The weights of all experts, as chosen on the page."""
 
-    Attributes:
-        method: the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t.
-        weights: weights by expert; 0: the expert is left out.
-        scale: scale of the sum.
-        groups: tensors with other weights; a tensor belongs to the first group that matches its name.
-    """
-
-    method: Method
-    weights: Mapping[str, float]
-    scale: float = 1.0
+    method: Method  # the sum, scale · Σ w_t Δ_t, or the mean, Σ w_t Δ_t / Σ w_t
+    weights: Mapping[str, float]  # 0: the expert is left out
+    scale: float = 1.0  # of the sum
+    # tensors with other weights; a tensor belongs to the first group that matches its name
     groups: tuple[Group, ...] = ()
 
 
@@ -82,13 +71,7 @@ def choice_of(recipe: Recipe) -> Choice | None:
 
 
 def fixed_part(recipe: Recipe, base: str) -> dict[str, Json]:
-    """Return the fields that all recipes of the page share: all but experts, method and parameters.
-
-    Args:
-        recipe: the inspected recipe; its dtype, its output, and the tensors that it takes from the
-            base are kept.
-        base: path or name of the base, valid for a recipe in any folder.
-    """
+    """Return the fields that all recipes of the page share: all but experts, method and parameters."""
     missing = "base" if recipe.tensors.missing == "present" else recipe.tensors.missing
     changed: dict[str, Any] = {
         "base": base,
@@ -124,96 +107,71 @@ def _grouped(
     unsaid: float,
 ) -> Choice | None:
     """Return weights and scale as groups; None if they vary by different patterns."""
-    values = [*weights.values(), scale]
-    defaults = [*(1.0 for _ in weights), unsaid]
-    varied = [value for value in values if is_varied(value)]
-    if any(BY_NAME not in value for value in varied):
+    given = [*((weight, 1.0) for weight in weights.values()), (scale, unsaid)]
+    if any(is_varied(value) and BY_NAME not in value for value, _ in given):
         return None
-    listed = [_entries(value) for value in varied]
-    patterns = listed[0] if listed else []
-    same = all([match for match, _ in each] == [match for match, _ in patterns] for each in listed)
-    if not same or any(is_varied(value) for entries in listed for _, value in entries):
-        return None
-    columns: list[list[float]] = []
-    for value, default in zip(values, defaults, strict=True):
-        if not is_varied(value):
-            columns.append([float(value)] * (len(patterns) + 1))
-            continue
-        said = [float(number) for _, number in _entries(value)]
-        columns.append([*said, _last(value, default)])
-    rows = list(zip(*columns, strict=True))
+    varied = {n: _entries(*each) for n, each in enumerate(given) if is_varied(each[0])}
+    patterns = next(([match for match, _ in entries] for entries in varied.values()), ["*"])
+    for entries in varied.values():
+        if [match for match, _ in entries] != patterns or any(is_varied(v) for _, v in entries):
+            return None
+    columns = [
+        [float(number) for _, number in varied[n]]
+        if n in varied
+        else [float(value)] * len(patterns)
+        for n, (value, _) in enumerate(given)
+    ]
+    *rows, rest = zip(*columns, strict=True)
 
     def named(row: Sequence[float]) -> dict[str, Any]:
         return {"weights": dict(zip(weights, row[:-1], strict=True)), "scale": row[-1]}
 
-    groups: list[tuple[list[str], Sequence[float]]] = []
-    for (match, _), row in zip(patterns, rows[:-1], strict=True):
-        if groups and groups[-1][1] == row:
-            groups[-1][0].append(match)
-        else:
-            groups.append(([match], row))
+    groups = groupby(zip(patterns, rows, strict=False), key=lambda pair: pair[1])
     return Choice(
         method=method,
-        **named(rows[-1]),
-        groups=tuple(Group(patterns=tuple(matches), **named(row)) for matches, row in groups),
+        **named(rest),
+        groups=tuple(
+            Group(tuple(match for match, _ in alike), **named(row)) for row, alike in groups
+        ),
     )
 
 
-def _last(value: Mapping[str, Any], default: float) -> float:
-    """Return the value of `by_name` for all other tensors."""
-    rest = (entry["value"] for entry in value[BY_NAME] if "*" in patterns_of(entry))
-    return float(next(rest, default))
-
-
-def _entries(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the patterns and values before the entry for all other tensors."""
+def _entries(value: Mapping[str, Any], default: float) -> list[tuple[str, Any]]:
+    """Return the patterns and values of `by_name`, up to `*`, the value for all other tensors."""
     found: list[tuple[str, Any]] = []
-    for entry in value[BY_NAME]:
+    for entry in (*value[BY_NAME], {"value": default}):
         patterns = patterns_of(entry)
         if "*" in patterns:
+            found.append(("*", entry["value"]))
             break
         found += [(pattern, entry["value"]) for pattern in patterns]
     return found
 
 
 _DIGITS = 9  # significant digits; float32 products have seven
+_OF_ADAPTERS = Finding(
+    Severity.WARNING,
+    "the share that is kept of adapters does not tell how good a merge is: only a score does",
+)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The measurements of a base, its experts and, if there is one, a merged model.
-
-    Attributes:
-        title: a readable name.
-        recipe: the recipe that was inspected.
-        inspection: the inspection of its matrices, with `LayerView.quadratics`.
-        sources: places of the base (under "") and of the experts, valid for a recipe in any folder;
-            that of the merged model under `merged`, if a recipe may have it as an expert.
-        merged: name of the merged model among the experts; None if there is none.
-    """
+    """The measurements of a base, its experts and, if there is one, a merged model."""
 
     title: str
     recipe: Recipe
-    inspection: Inspection
+    inspection: Inspection  # the inspection of its matrices, with `LayerView.quadratics`
+    # places of the base (under "") and of the experts, valid for a recipe in any folder; that of
+    # the merged model under `merged`, if a recipe may have it as an expert
     sources: Mapping[str, str]
-    merged: str | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether the recipe is a weighted sum that the page shows exactly."""
-        return choice_of(self.recipe) is not None
-
-    @property
-    def start(self) -> Choice:
-        """The recipe's own weights, or the mean of the experts."""
-        found = choice_of(self.recipe)
-        if found is not None:
-            return found
-        return Choice(method="average", weights=dict.fromkeys(self.inspection.compared, 1.0))
+    merged: str | None = None  # name of the merged model among the experts; None if there is none
 
     def as_json(self) -> dict[str, Json]:
         """Return the whole scene for the page; names from checkpoints are plain text, not markup."""
         inspection, merged = self.inspection, self.merged
+        own = choice_of(self.recipe)  # else the page begins with the mean of the experts
+        start = own or Choice("average", dict.fromkeys(inspection.compared, 1.0))
         columns = [*inspection.compared, *([] if merged is None else [merged])]
         layers = inspection.matrices
         shown = panels((layer.name, number) for number, layer in enumerate(layers))
@@ -221,12 +179,12 @@ class Scene:
             "title": printable(self.title),
             "version": __version__,
             "method": self.recipe.method,
-            "exact": self.exact,
+            "exact": own is not None,
             "experts": list(inspection.compared),
             "columns": columns,
             "merged": merged,
             "movable": merged in self.sources,
-            "start": asdict(self.start),
+            "start": asdict(start),
             "recipe": fixed_part(self.recipe, self.sources[""]),
             "sources": [[name, source] for name, source in self.sources.items() if name],
             "layers": [_layer(layer) for layer in layers],
@@ -245,17 +203,10 @@ class Scene:
             "caveats": list(self._caveats()),
             "findings": [
                 {"severity": str(f.severity), "who": f.expert or "", "text": printable(f.text)}
-                for f in (*inspection.findings, *self._of_adapters())
+                for f in (*inspection.findings, *([_OF_ADAPTERS] if inspection.adapters else []))
                 if f.severity is not Severity.NOTE
             ],
         }
-
-    def _of_adapters(self) -> Sequence[Finding]:
-        """Return a warning, if the experts are adapters, on the limits of the numbers."""
-        if not self.inspection.adapters:
-            return []
-        text = "the share that is kept of adapters does not tell how good a merge is: only a score does"
-        return [Finding(Severity.WARNING, text)]
 
     def _caveats(self) -> Sequence[str]:
         """Return the limits of the numbers for this recipe."""
@@ -282,8 +233,16 @@ class Scene:
 
 
 def _layer(layer: LayerView) -> dict[str, Json]:
-    forms = [layer.quadratics[name] for name in layer.experts]
-    return {**_named(layer), "forms": [None if form is None else _triangle(form) for form in forms]}
+    forms = (layer.quadratics[name] for name in layer.experts)
+    # Q_s is symmetric: its lower half is enough.
+    halves: list[Json] = [
+        form
+        and [
+            [float(f"{value:.{_DIGITS}g}") for value in row[: t + 1]] for t, row in enumerate(form)
+        ]
+        for form in forms
+    ]
+    return {**_named(layer), "forms": halves}
 
 
 def _named(layer: LayerView) -> dict[str, Json]:
@@ -296,12 +255,3 @@ def _named(layer: LayerView) -> dict[str, Json]:
         "role": layer.role,
         "place": place,
     }
-
-
-def _triangle(form: Sequence[Sequence[float]]) -> list[Json]:
-    """Return the lower half of Q_s, which is symmetric."""
-    return [[_short(value) for value in row[: t + 1]] for t, row in enumerate(form)]
-
-
-def _short(value: Any) -> float:
-    return float(f"{value:.{_DIGITS}g}")

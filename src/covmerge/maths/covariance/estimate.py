@@ -30,23 +30,15 @@ _NOT_ROUNDING = 0.1
 
 @dataclass(frozen=True)
 class Covariance:
-    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`.
+    """C = scale · RᵀR + ridge · I, `(d_in, d_in)`."""
 
-    Attributes:
-        update: Δ `(d_out, d_in)`.
-        mean: μ `(d_in,)`, which is subtracted from every row of Δ to give the root R; None for R = Δ.
-        ones: 𝟏 `(d_out,)` in the coordinates of Δ; None: 𝟏 is a vector of ones.
-        scale: factor of the Gram matrix RᵀR.
-        ridge: multiple of the identity.
-        exact: whether the root is computed in float64, whatever the update's dtype.
-    """
-
-    update: Tensor
+    update: Tensor  # Δ `(d_out, d_in)`
+    # μ `(d_in,)`, which is subtracted from every row of Δ to give the root R; None for R = Δ
     mean: Tensor | None = None
-    ones: Tensor | None = None
-    scale: float = 1.0
-    ridge: float = 0.0
-    exact: bool = False
+    ones: Tensor | None = None  # 𝟏 `(d_out,)` in the coordinates of Δ; None: 𝟏 is a vector of ones
+    scale: float = 1.0  # factor of the Gram matrix RᵀR
+    ridge: float = 0.0  # multiple of the identity
+    exact: bool = False  # whether the root is computed in float64, whatever the update's dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,23 +60,13 @@ class Covariance:
         if self.mean is None:
             return whole
         rows = len(self.update) if self.ones is None else norm(self.ones) ** 2
-        rest = what_centring_leaves(whole, rows * norm(self.mean) ** 2)
-        return norm(self.root()) ** 2 if rest is None else rest
+        rest = whole - rows * norm(self.mean) ** 2
+        # A difference as small as its rounding error tells nothing.
+        return rest if rest > _NOT_ROUNDING * whole else norm(self.root()) ** 2
 
     def times(self, factor: float) -> Covariance:
         """Return factor · C."""
         return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
-
-
-def what_centring_leaves(whole: float, taken: float) -> float | None:
-    """Return ‖R‖² = ‖Δ‖² − ‖𝟏μᵀ‖² without R; None if the difference is as small as its rounding error.
-
-    Example:
-        >>> what_centring_leaves(4.0, 1.0), what_centring_leaves(4.0, 3.99)
-        (3.0, None)
-    """
-    rest = whole - taken
-    return rest if rest > _NOT_ROUNDING * whole else None
 
 
 def gram(update: Tensor) -> Covariance:

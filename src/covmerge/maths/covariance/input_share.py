@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from covmerge.maths.linalg.cholesky import log_det
-from covmerge.maths.linalg.spectral import float64_gram
+from covmerge.maths.linalg.spectral import float64_gram, wide_of
 from covmerge.maths.linalg.symmetric import gram
 
 # An input whose eigenvalue is this small relative to the mean eigenvalue is hardly used.
@@ -34,7 +34,10 @@ def share_of_inputs(gram: Tensor, d_in: int) -> float:
         >>> [round(share_of_inputs(each, 4), 2) for each in (torch.eye(4), torch.tensor([[4.0]]))]
         [1.0, 0.29]
     """
-    return _share(log_det(_beside_faint(gram)), d_in)
+    found = gram / HARDLY_USED
+    found.diagonal().add_(1.0)
+    share = log_det(found) / (d_in * log1p(1.0 / HARDLY_USED))
+    return share if share < 1.0 or isnan(share) else 1.0
 
 
 def share_used(update: Tensor, size: float, directions: int) -> float:
@@ -57,33 +60,16 @@ def share_used(update: Tensor, size: float, directions: int) -> float:
         >>> [round(share_used(each, 2.0, 4), 2) for each in (torch.eye(4), 2 * torch.eye(4)[:1])]
         [1.0, 0.29]
     """
-    wide = _wide(update) * (sqrt(directions) / size)
+    wide = wide_of(update) * (sqrt(directions) / size)
     found = gram(wide.mT)
     return share_of_inputs(found if _resolved(found) else float64_gram(wide), directions)
 
 
-def _wide(updates: Tensor) -> Tensor:
-    """Return the matrix, or its transpose where that has fewer rows."""
-    return updates.mT if updates.shape[-2] > updates.shape[-1] else updates
-
-
-def _resolved(grams: Tensor) -> Tensor:
+def _resolved(gram: Tensor) -> bool:
     """Return whether rounding leaves the 1 in I + 10⁴Ĝ.
 
     An entry has an error of ½ε √(g_ii g_jj), and a matrix of such errors has norm ε √(max g_ii Σ g_jj).
     """
-    energies = grams.diagonal(dim1=-2, dim2=-1)
-    off = torch.finfo(grams.dtype).eps * (energies.amax(-1) * energies.sum(-1)).sqrt()
+    energies = gram.diagonal()
+    off = torch.finfo(gram.dtype).eps * float((energies.max() * energies.sum()).sqrt())
     return off < _OFF * HARDLY_USED
-
-
-def _beside_faint(gram: Tensor) -> Tensor:
-    """Return I + 10⁴Ĝ."""
-    found = gram / HARDLY_USED
-    found.diagonal(dim1=-2, dim2=-1).add_(1.0)
-    return found
-
-
-def _share(log_det_of: float, d_in: int) -> float:
-    share = log_det_of / (d_in * log1p(1.0 / HARDLY_USED))
-    return share if share < 1.0 or isnan(share) else 1.0

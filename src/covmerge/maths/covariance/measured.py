@@ -77,16 +77,10 @@ def measured_equations(
     lengths: Sequence[float] | None = None,
     dtype: torch.dtype | None = None,
 ) -> NormalEquations:
-    """Form Σ w_t l_tΔ_t G̃_t and Σ w_t G̃_t.
+    """Form Σ w_t l_tΔ_t G̃_t and Σ w_t G̃_t, reading the G_t one at a time.
 
-    Args:
-        updates: Δ_t `(d_out, d_in)`.
-        grams: G_t `(d_in, d_in)`; they are read one at a time.
-        weights: w_t.
-        off_diagonal: a, the factor of all entries off the diagonal of every G_t.
-        ridge: in units of the mean diagonal entry of Σ w_t G̃_t.
-        lengths: l_t; None: all are 1.
-        dtype: dtype of the sums; by default that of the updates.
+    `off_diagonal` is a. The ridge is in units of the mean diagonal entry of Σ w_t G̃_t. By default all l_t
+    are 1, and the dtype of the sums is that of the updates.
     """
     numerator = torch.zeros_like(updates[0], dtype=dtype)
     gram = numerator.new_zeros(numerator.shape[1], numerator.shape[1])

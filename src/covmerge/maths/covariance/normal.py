@@ -24,14 +24,14 @@ from covmerge.maths.linalg.auto import cube_choice, system_choice
 from covmerge.maths.linalg.symmetric import add_gram_, gram, mirror_
 
 
-class Coordinates:
-    """The coordinate system of some equations.
+@dataclass(frozen=True)
+class NormalEquations:
+    """Σ R_t C_t and Σ C_t of one layer."""
 
-    Attributes:
-        basis: None in the primal; D `(m, d_in)` in the dual, or `(n, m, d_in)` of n layers.
-    """
-
-    basis: Tensor | None
+    gram: Tensor  # Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)`, or `(m, m)` in the dual
+    numerator: Tensor  # coordinates of Σ R_t C_t, `(d_out, d_in)`, or `(d_out, m)` in the dual
+    ridge: float  # Σ ε_t
+    basis: Tensor | None = None  # None in the primal; D `(m, d_in)` in the dual
 
     @property
     def route(self) -> str:
@@ -39,40 +39,15 @@ class Coordinates:
         return "primal" if self.basis is None else "dual"
 
     def lift(self, rows: Tensor) -> Tensor:
-        """Return rows in these coordinates as rows of the inputs, `(_, d_in)` or `(n, _, d_in)`."""
+        """Return rows in these coordinates as rows of the inputs, `(_, d_in)`."""
         return rows if self.basis is None else rows @ self.basis
-
-
-@dataclass(frozen=True)
-class NormalEquations(Coordinates):
-    """Σ R_t C_t and Σ C_t of one layer.
-
-    Attributes:
-        gram: Σ s_t R_tᵀR_t without the ridge, `(d_in, d_in)`, or `(m, m)` in the dual.
-        numerator: coordinates of Σ R_t C_t, `(d_out, d_in)`, or `(d_out, m)` in the dual.
-        ridge: Σ ε_t.
-        basis: None in the primal; D `(m, d_in)` in the dual.
-    """
-
-    gram: Tensor
-    numerator: Tensor
-    ridge: float
-    basis: Tensor | None = None
-
-    def row_sums(self, ones: Tensor | None = None) -> Tensor:
-        """Return 𝟏ᵀ Σ s_t R_tᵀR_t in these coordinates; `ones` is 𝟏 `(d_in,)`, None a vector of ones."""
-        rows = self.gram if self.basis is None else self.basis
-        return rows.sum(1) if ones is None else rows @ ones
 
     def with_prior(
         self, covariances: Sequence[Covariance], shares: Sequence[float], ridge: float
     ) -> NormalEquations:
         """Return Σ R_tC_t + Σ a_tR_t and Σ C_t + ρI: far from all updates the solution is Σ a_tR_t / ρ.
 
-        Args:
-            covariances: C_t, of which these sums were made. The numerator is changed in place.
-            shares: a_t.
-            ridge: ρ.
+        The numerator is changed in place.
         """
         for place, (covariance, share) in enumerate(zip(covariances, shares, strict=True)):
             if self.basis is None:
@@ -121,31 +96,20 @@ def _primal(covariances: Sequence[Covariance]) -> NormalEquations:
     d_out, d_in = update.shape
     total = update.new_zeros(d_in, d_in, dtype=dtype)
     numerator = update.new_zeros(d_out, d_in, dtype=dtype)
+    # RᵀR is in the lower block triangle of the sum until all are added.
+    outer = cube_choice(d_out, d_in, dtype.itemsize, update.device.type).taken == "outer"
     for covariance in covariances:
-        add_covariance_(total, numerator, covariance.root(), covariance)
+        root, scale = covariance.root(), covariance.scale
+        if outer:
+            add_gram_(total, root, scale)
+            numerator.addmm_(gram(root.mT), root, alpha=scale)
+        else:
+            product = gram(root)
+            total.add_(product, alpha=scale)
+            numerator.addmm_(root, product, alpha=scale)
+        if covariance.ridge:
+            numerator.add_(root, alpha=covariance.ridge)
     return NormalEquations(mirror_(total), numerator, sum(c.ridge for c in covariances))
-
-
-def add_covariance_(lower: Tensor, numerator: Tensor, root: Tensor, covariance: Covariance) -> None:
-    """Add s RᵀR to the lower block triangle of a sum, and R(s RᵀR + εI) to the numerator.
-
-    Args:
-        lower: `(d_in, d_in)`, its lower triangle; see `covmerge.maths.linalg.symmetric.mirror_`.
-        numerator: `(d_out, d_in)`.
-        root: R, in the dtype of `lower` and `numerator`.
-        covariance: the estimate with s and ε.
-    """
-    scale = covariance.scale
-    d_out, d_in = root.shape
-    if cube_choice(d_out, d_in, root.dtype.itemsize, root.device.type).taken == "outer":
-        add_gram_(lower, root, scale)
-        numerator.addmm_(gram(root.mT), root, alpha=scale)
-    else:
-        product = gram(root)
-        lower.add_(product, alpha=scale)
-        numerator.addmm_(root, product, alpha=scale)
-    if covariance.ridge:
-        numerator.add_(root, alpha=covariance.ridge)
 
 
 def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
@@ -167,14 +131,11 @@ def _dual(covariances: Sequence[Covariance]) -> NormalEquations:
 def collective_prior(
     normal: NormalEquations, d_in: int, *, energy: float = 1.0, ones: Tensor | None = None
 ) -> Tensor:
-    r"""Return cᵀ of the collective structural prior C_agg = 𝟏cᵀ (ACE, Eqs. 11–13).
+    """Return cᵀ of the collective structural prior C_agg = 𝟏cᵀ (ACE, Eqs. 11–13).
 
-    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is left out.
-
-    Args:
-        normal: the sums without the prior.
-        d_in: input dimension of the layer.
-        ones: 𝟏 in the coordinates of the layer's inputs; None: a vector of ones.
-        energy: τ̄ = mean ‖Δ_t‖²_F if the experts were trace-normalised (Eq. 12), else 1.
+    cᵀ = (1/d_in) 𝟏ᵀ Σ_t Σ̃_t / energy, in the coordinates of `normal`; the ridge is left out. `energy` is
+    τ̄ = mean ‖Δ_t‖²_F if the experts were trace-normalised (Eq. 12), else 1. `ones` is 𝟏 in the coordinates
+    of the layer's inputs; None: a vector of ones.
     """
-    return normal.row_sums(ones) / (d_in * energy)
+    rows = normal.gram if normal.basis is None else normal.basis
+    return (rows.sum(1) if ones is None else rows @ ones) / (d_in * energy)

@@ -82,19 +82,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Choice:
-    """The routes for one question about a layer.
+    """The routes for one question about a layer."""
 
-    Attributes:
-        question: the quantity to compute.
-        routes: the cost of each route, by name.
-        taken: the chosen route, or the one that is tried first where the data decide.
-        why: the rule that chose it.
-    """
-
-    question: str
-    routes: Mapping[str, Cost]
-    taken: str
-    why: str
+    question: str  # the quantity to compute
+    routes: Mapping[str, Cost]  # the cost of each route, by name
+    taken: str  # the chosen route, or the one that is tried first where the data decide
+    why: str  # the rule that chose it
 
     @property
     def cost(self) -> Cost:

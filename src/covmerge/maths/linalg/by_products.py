@@ -111,17 +111,11 @@ def inverse_root(symmetric: Tensor, *, floor: float) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Projector:
-    """The orthogonal projector onto the eigenvectors whose eigenvalues exceed a cut-off.
+    """The orthogonal projector onto the eigenvectors whose eigenvalues exceed a cut-off."""
 
-    Attributes:
-        matrix: P `(n, n)`, float64.
-        rank: the number of these eigenvectors.
-        bound: an upper bound of the eigenvalues of the matrix.
-    """
-
-    matrix: Tensor
-    rank: int
-    bound: float
+    matrix: Tensor  # P `(n, n)`, float64
+    rank: int  # the number of these eigenvectors
+    bound: float  # an upper bound of the eigenvalues of the matrix
 
     def filled(self, symmetric: Tensor) -> Tensor:
         """Return A + s(I − P), s an upper bound of A's eigenvalues: it is invertible outside P's range too.

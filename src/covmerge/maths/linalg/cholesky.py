@@ -28,18 +28,12 @@ _LADDER = (0.0, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 
 @dataclass(frozen=True)
 class Cholesky:
-    """A + (ridge + jitter)·I = L Lᵀ.
+    """A + (ridge + jitter)·I = L Lᵀ."""
 
-    Attributes:
-        factor: L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation
-            broke down.
-        jitter: what was added to the diagonal beyond the requested ridge; normally 0.
-        rcond: squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal
-            condition number.
-    """
-
+    # L `(n, n)`, with arbitrary values above the diagonal; float64 if the float32 factorisation broke down
     factor: Tensor
-    jitter: float
+    jitter: float  # what was added to the diagonal beyond the requested ridge; normally 0
+    # squared ratio of the smallest to the largest pivot, an upper bound on the reciprocal condition number
     rcond: float
 
     def solve_right(self, rows: Tensor) -> Tensor:
@@ -99,17 +93,13 @@ def factorize(system: Tensor, *, ridge: float) -> Cholesky:
             factor.diagonal().copy_(diagonal).add_(ridge + jitter)
             if _factor_in_place(factor):
                 return Cholesky(factor, jitter, _rcond(factor))
-            factor = _from_above(system)
+            # The lower triangle was overwritten, and the upper one is as it was.
+            upper = system.triu(1).to(torch.float64)
+            factor = upper.add_(upper.mT.clone())
     raise TensorError(
         f"the {list(system.shape)} system of this layer stays indefinite with a ridge of "
         f"{ridge:g} and a jitter of {_LADDER[-1]:g} of its mean diagonal; raise `eps`"
     )
-
-
-def _from_above(system: Tensor) -> Tensor:
-    """Return A in float64 without its diagonal, from its upper triangle: the lower one was overwritten."""
-    upper = system.triu(1).to(torch.float64)
-    return upper.add_(upper.mT.clone())
 
 
 def factorize_above(system: Tensor, *, floor: float) -> Cholesky | None:
@@ -235,12 +225,9 @@ def condition_number(
 def add_rank_one_(solved: Tensor, solved_row: Tensor, ones: Tensor | None = None) -> Tensor:
     r"""Turn X = N S⁻¹ into N (S + 𝟏cᵀ)⁻¹ in place, given wᵀ = cᵀS⁻¹.
 
-    N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)
+    N (S + 𝟏cᵀ)⁻¹ = X − (X𝟏) wᵀ / (1 + wᵀ𝟏)        X `(m, n)`, w `(n,)`
 
-    Args:
-        solved: X `(m, n)`.
-        solved_row: w `(n,)`.
-        ones: 𝟏 `(n,)` in the coordinates of the columns; None: a vector of ones.
+    `ones` is 𝟏 `(n,)` in the coordinates of the columns; None: a vector of ones.
     """
     if ones is None:
         ones = torch.ones_like(solved_row)

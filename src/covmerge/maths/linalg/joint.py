@@ -23,15 +23,10 @@ _APART = 50.0
 
 @dataclass(frozen=True)
 class JointDirections:
-    """The left singular directions of matrices side by side, up to their numerical rank k.
+    """The left singular directions of matrices side by side, up to their numerical rank k."""
 
-    Attributes:
-        left: U `(d, k)`, float64.
-        sigma: σ_1..σ_k, float64, descending.
-    """
-
-    left: Tensor
-    sigma: Tensor
+    left: Tensor  # U `(d, k)`, float64
+    sigma: Tensor  # σ_1..σ_k, float64, descending
 
     @property
     def arbitrary(self) -> int:
@@ -129,19 +124,12 @@ _MOST = 1000
 
 @dataclass(frozen=True)
 class Tucker2:
-    """Orthonormal bases U and V of F_t ≈ U (UᵀF_tV) Vᵀ.
+    """Orthonormal bases U and V of F_t ≈ U (UᵀF_tV) Vᵀ."""
 
-    Attributes:
-        left: U `(m, k)`, float64, with the singular values of [F_1V … F_nV].
-        right: V `(n, l)`, float64, with those of [F_1ᵀU … F_nᵀU].
-        energy: the share of Σ‖F_t‖² that the bases hold, from 0 to 1.
-        iterations: how often both bases were recomputed.
-    """
-
-    left: JointDirections
-    right: JointDirections
-    energy: float
-    iterations: int
+    left: JointDirections  # U `(m, k)`, float64, with the singular values of [F_1V … F_nV]
+    right: JointDirections  # V `(n, l)`, float64, with those of [F_1ᵀU … F_nᵀU]
+    energy: float  # the share of Σ‖F_t‖² that the bases hold, from 0 to 1
+    iterations: int  # how often both bases were recomputed
 
 
 def tucker2(
@@ -153,11 +141,8 @@ def tucker2(
     recomputed within the other, until the error settles (HOOI). The iteration runs on the matrices'
     coordinates in all their joint directions, which loses nothing.
 
-    Args:
-        blocks: matrices of one dtype, not all zero; at least one.
-        rank: the number of directions; those whose singular values equal the last one's are kept too.
-        rtol: the cut-off of the numerical rank, as in `joint_directions`.
-        rounding: the rounding error of each matrix, as in `joint_directions`.
+    Directions whose singular values equal the last one's are kept too. The matrices are not all zero;
+    `rtol` and `rounding` are as in `joint_directions`.
 
     Example:
         >>> found = tucker2([torch.diag(torch.tensor([3.0, 1.0])), torch.diag(torch.tensor([4.0, 0.0]))],
@@ -207,17 +192,11 @@ _WELL_POSED = 1e-8
 
 @dataclass(frozen=True)
 class Basis:
-    """An orthonormal basis Q = columns · mix `(d, p)`, not multiplied out.
+    """An orthonormal basis Q = columns · mix `(d, p)`, not multiplied out."""
 
-    Attributes:
-        columns: `(d, k)`.
-        mix: `(k, p)`, float64.
-        blocks: QᵀX `(p, n)` of every block X that the basis was made of, float64.
-    """
-
-    columns: Tensor
-    mix: Tensor
-    blocks: tuple[Tensor, ...]
+    columns: Tensor  # `(d, k)`
+    mix: Tensor  # `(k, p)`, float64
+    blocks: tuple[Tensor, ...]  # QᵀX `(p, n)` of every block X that the basis was made of, float64
 
     def expand(self, coordinates: Tensor) -> Tensor:
         """Return Q · coordinates `(d, n)`, in the dtype of the columns."""

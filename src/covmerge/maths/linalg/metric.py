@@ -17,8 +17,8 @@ from covmerge.maths.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.maths.linalg.spectral import (
     EXACT,
     float64_gram,
-    nuclear_norm,
     numerical_rank,
+    singular_values,
     truncated_svd,
 )
 from covmerge.maths.linalg.symmetric import half, times_lower
@@ -26,17 +26,11 @@ from covmerge.maths.linalg.symmetric import half, times_lower
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values of ΔC^½, and the eigenvectors of K = ΔCΔᵀ, by which functions of K act on Δ.
+    """The singular values of ΔC^½, and the eigenvectors of K = ΔCΔᵀ, by which functions of K act on Δ."""
 
-    Attributes:
-        sigma: the singular values up to the numerical rank k, float64, descending.
-        update: Δ `(d_out, d_in)`.
-        left: U `(d_out, k)`, eigenvectors of K.
-    """
-
-    sigma: Tensor
-    update: Tensor
-    left: Tensor
+    sigma: Tensor  # the singular values up to the numerical rank k, float64, descending
+    update: Tensor  # Δ `(d_out, d_in)`
+    left: Tensor  # U `(d_out, k)`, eigenvectors of K
 
     def lifted(self, lift: Tensor, beyond: float = 0.0) -> Tensor:
         """Return U diag(lift) UᵀΔ + beyond · (I − UUᵀ)Δ, lift `(k,)`, in Δ's dtype.
@@ -54,21 +48,16 @@ class Spectrum:
 
 @dataclass(frozen=True)
 class Metric:
-    """A covariance C `(d_in, d_in)`, symmetric and positive semi-definite to rounding.
+    """A covariance C `(d_in, d_in)`, symmetric and positive semi-definite to rounding."""
 
-    Attributes:
-        covariance: C in float64, scaled to a mean eigenvalue of 1.
-        size: the square root of the divisor that scaled C; it is the unit of all lengths.
-    """
-
-    covariance: Tensor
-    size: float
+    covariance: Tensor  # C in float64, scaled to a mean eigenvalue of 1
+    size: float  # the square root of the divisor that scaled C; it is the unit of all lengths
 
     @classmethod
     def of(cls, covariance: Tensor) -> Metric:
         """Return the metric of a covariance of any scale except 0."""
         whole = covariance.to(torch.float64, copy=True)
-        mean = mean_of(whole)
+        mean = float(whole.diagonal().mean())  # of the eigenvalues
         return cls(whole.div_(mean), sqrt(mean))
 
     @cached_property
@@ -124,7 +113,7 @@ class Metric:
         """Return Σσ of ΔC^½."""
         if update.dtype != torch.float64 and len(update) <= update.shape[1]:
             return float(eigvalsh(self._outputs(update)).clamp_min(0.0).sqrt().sum())
-        return nuclear_norm(self._weighted(update))
+        return float(singular_values(self._weighted(update)).sum())
 
     def _outputs(self, update: Tensor) -> Tensor:
         """Return ΔCΔᵀ `(d_out, d_out)`, float64."""
@@ -139,11 +128,6 @@ class Metric:
         if self.factor is None:
             return update @ self.root.to(update.dtype)
         return times_lower(update, self.factor.to(update.dtype))
-
-
-def mean_of(inputs: Tensor) -> float:
-    """Return the mean eigenvalue of C."""
-    return float(inputs.diagonal().to(torch.float64).mean())
 
 
 def row_blocks(updates: Sequence[Tensor]) -> Iterator[slice]:

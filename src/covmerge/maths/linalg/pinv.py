@@ -33,13 +33,8 @@ def solve_full_rank(
 ) -> Tensor | None:
     """Return rows · A⁻¹ by Cholesky if no eigenvalue of A is cut off; None if one may be.
 
-    In float32 it is also None if A is too badly conditioned for float32; callers then use float64.
-
-    Args:
-        system: A `(n, n)`, symmetric positive semi-definite.
-        rows: `(m, n)`, of the dtype of A.
-        rtol: eigenvalues at or below `rtol` times the largest would be cut off.
-        floor: eigenvalues at or below this value would be cut off too.
+    Eigenvalues of A `(n, n)` at or below `rtol` times the largest would be cut off, and those at or below
+    `floor`. In float32 the result is also None if A is too badly conditioned; callers then use float64.
 
     Example:
         >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)
@@ -98,10 +93,6 @@ def cut_off_right(
     """Return the result of `pinv_right` by the device's cheaper route, and the name of the route.
 
     The route is `projector64`, or `eigen64` if the cut-off is too close to an eigenvalue for a projector.
-
-    Example:
-        >>> cut_off_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
-        (tensor([[0.5000, 0.0000]]), 1, 'eigen64')
     """
     if cut_off_choice(len(system), len(rows), system.device.type).taken == "projector64":
         quick = pinv_by_projector(system, rows, rtol=rtol, rounding=rounding, shape=shape)
@@ -121,11 +112,6 @@ def pinv_by_projector(
     """Return the result of `pinv_right` by products and Cholesky factors; None if they cannot decide.
 
     A† = P (A + s(I − P))⁻¹, P projecting onto the kept eigenvectors, s a bound of the largest eigenvalue.
-
-    Example:
-        >>> x, rank = pinv_by_projector(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
-        >>> x.round(decimals=6).tolist(), rank
-        ([[0.5, 0.0]], 1)
     """
     exact = system.to(torch.float64)
     projection = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
@@ -139,12 +125,7 @@ def pinv_by_projector(
 def kept_projector(
     system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
 ) -> Projector | None:
-    """Return P onto the eigenvectors that `kept_eigenpairs` keeps, float64; None if products cannot decide.
-
-    Example:
-        >>> kept_projector(torch.diag(torch.tensor([2.0, 0.0])).double(), rtol=1e-6).rank
-        1
-    """
+    """Return P onto the eigenvectors that `kept_eigenpairs` keeps; None if products cannot decide."""
     if not 0.0 < largest_bound(system) < inf:
         return None
     least = largest_eigenvalue(system, _MORE_STEPS)

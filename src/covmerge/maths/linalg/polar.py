@@ -31,19 +31,12 @@ _OFF = {torch.float32: 1e-6, torch.float64: 1e-11}
 
 @dataclass(frozen=True)
 class Polar:
-    """The orthogonal polar factor U Vᵀ of a matrix within its numerical rank.
+    """The orthogonal polar factor U Vᵀ of a matrix within its numerical rank."""
 
-    Attributes:
-        isometry: U Vᵀ, of the matrix's shape and dtype; its residual has been checked.
-        k: the number of its directions.
-        nuclear: the sum of the singular values of these directions.
-        doubtful: how many of these directions errors of size `doubts` may have made.
-    """
-
-    isometry: Tensor
-    k: int
-    nuclear: float
-    doubtful: int = 0
+    isometry: Tensor  # U Vᵀ, of the matrix's shape and dtype; its residual has been checked
+    k: int  # the number of its directions
+    nuclear: float  # the sum of the singular values of these directions
+    doubtful: int = 0  # how many of these directions errors of size `doubts` may have made
 
 
 def polar(
@@ -89,11 +82,8 @@ def polar_by_products(
 ) -> Polar | None:
     """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None if they cannot decide.
 
-    Args:
-        matrix: A, of any shape.
-        rtol: as in `polar`.
-        rounding: directions that are no larger than this rounding are beyond the numerical rank too.
-        errors: upper bound of the columns' errors. If such errors can make a direction, None is returned.
+    Directions no larger than `rounding` are beyond the numerical rank too. The result is None if errors of
+    columns, `errors` at most, can make a direction.
 
     Example:
         >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
@@ -166,17 +156,12 @@ CERTAIN = 0.5
 
 @dataclass(frozen=True)
 class Orthogonalized:
-    """The polar factors of several experts' singular vectors, side by side.
+    """The polar factors of several experts' singular vectors, side by side."""
 
-    Attributes:
-        left: polar factor of [U_1 … U_n] `(d_out, k)`.
-        right: polar factor of [V_1 … V_n]ᵀ `(k, d_in)`.
-        dependent: the number of nearly common directions of the vectors: those that rounding may have
-            decided, and those that it has decided, which are left out. It is that of the side with more.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # polar factor of [U_1 … U_n] `(d_out, k)`
+    right: Tensor  # polar factor of [V_1 … V_n]ᵀ `(k, d_in)`
+    # the number of nearly common directions of the vectors: those that rounding may have decided,
+    # and those that it has decided, which are left out. It is that of the side with more.
     dependent: int
 
 

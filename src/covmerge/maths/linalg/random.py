@@ -26,14 +26,10 @@ class Stream:
 
     Philox is counter-based: the number at a place depends on the key and the place alone. The same tensor
     therefore gets the same numbers in any blocks, in any order, on any device.
-
-    Attributes:
-        name: the name of what the numbers belong to; part of the key.
-        offset: place of the stream's first number, counted in elements of the whole tensor.
     """
 
-    name: str
-    offset: int = 0
+    name: str  # the name of what the numbers belong to; part of the key
+    offset: int = 0  # place of the stream's first number, counted in elements of the whole tensor
 
     def uniform(self, seed: int, shape: tuple[int, ...]) -> Tensor:
         """Return float32 numbers in [0, 1), on the CPU.
@@ -68,13 +64,12 @@ _AT_ONCE = 2**18  # words drawn at once, which fit into the cache
 class MersenneTwister:
     """The stream of one seed. It stores states on the way, so that no part is skipped twice.
 
-    Args:
-        seed: a seed as in `torch.manual_seed`; only its lower 32 bits count.
+    Only the lower 32 bits of a seed count, as in `torch.manual_seed`.
 
     Example:
         >>> _ = torch.manual_seed(7)
         >>> first, second = torch.rand(3), torch.rand(2)
-        >>> torch.equal(MersenneTwister(7).uniform(3, (2,)), second)
+        >>> torch.equal(MersenneTwister(7).along(3, 2)((2,)), second)
         True
     """
 
@@ -84,12 +79,11 @@ class MersenneTwister:
         self._states: list[Mapping[str, Any]] = [_core(start)]
         self._lock = threading.Lock()
 
-    def uniform(self, place: int, shape: tuple[int, ...]) -> Tensor:
-        """Return the float32 numbers in [0, 1) from a place on, on the CPU."""
-        return self.along(place, prod(shape))(shape)
-
     def along(self, place: int, count: int) -> Callable[[tuple[int, ...]], Tensor]:
-        """Return a function that gives `count` numbers from a place on, one shape after another."""
+        """Return a function that gives `count` numbers from a place on, one shape after another.
+
+        They are float32 in [0, 1), on the CPU.
+        """
         bits: np.random.MT19937 | None = None
         left = count
 

@@ -45,30 +45,21 @@ _EPS = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class LeadingPairs:
-    """The leading eigenpairs of a matrix `(n, n)`, float64.
+    """The leading eigenpairs of a matrix `(n, n)`, float64."""
 
-    Attributes:
-        values: the k eigenvalues, descending, followed by some more, each no larger than the true
-            eigenvalue.
-        vectors: `(n, k)`.
-        least: a lower bound of all eigenvalues.
-    """
-
+    # the k eigenvalues, descending, followed by some more, each no larger than the true eigenvalue
     values: Tensor
-    vectors: Tensor
-    least: float
+    vectors: Tensor  # `(n, k)`
+    least: float  # a lower bound of all eigenvalues
 
 
 def leading_pairs(
     gram: Tensor, k: int, cut: Callable[[Tensor], int] | None = None
 ) -> LeadingPairs | None:
-    """Return the k leading eigenpairs of G, or None if float32 does not lead to them.
+    """Return the k leading eigenpairs of G `(n, n)`, float64, or None if float32 does not lead to them.
 
-    Args:
-        gram: G `(n, n)`, symmetric, semi-definite, float64.
-        k: at most about n/4; beyond that, nothing is gained.
-        cut: a function that returns the number of pairs to keep instead of k, from the descending
-            eigenvalues.
+    Nothing is gained for k beyond about n/4. `cut` returns how many pairs to keep instead of k, from the
+    descending eigenvalues.
 
     Example:
         >>> pairs = leading_pairs(torch.diag(torch.arange(40.0, 0.0, -1.0)).double(), 2)

@@ -34,24 +34,15 @@ ORTHONORMAL = 1e-3
 
 @dataclass(frozen=True)
 class TruncatedSvd:
-    """The top-k part U_k diag(σ_1..σ_k) V_kᵀ of a matrix F `(d_out, d_in)`.
+    """The top-k part U_k diag(σ_1..σ_k) V_kᵀ of a matrix F `(d_out, d_in)`."""
 
-    Attributes:
-        left: U_k `(d_out, k)`, of F's dtype.
-        right: V_kᵀ `(k, d_in)`, of F's dtype.
-        sigma: the singular values of F, float64, descending; from `leading_svd` possibly only the leading
-            ones.
-        rank: the numerical rank of F; from `leading_svd` possibly only a lower bound of it.
-        floor: the cut-off below which singular values do not count.
-        edge: the edge of rounding of the stored weights if the rank ends there, else 0.
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # U_k `(d_out, k)`, of F's dtype
+    right: Tensor  # V_kᵀ `(k, d_in)`, of F's dtype
+    # the singular values of F, float64, descending; from `leading_svd` possibly only the leading ones
     sigma: Tensor
-    rank: int
-    floor: float
-    edge: float = 0.0
+    rank: int  # the numerical rank of F; from `leading_svd` possibly only a lower bound of it
+    floor: float  # the cut-off below which singular values do not count
+    edge: float = 0.0  # the edge of rounding of the stored weights if the rank ends there, else 0
 
     @property
     def leading(self) -> Tensor:
@@ -70,27 +61,20 @@ class TruncatedSvd:
 
 @dataclass(frozen=True)
 class LeadingDirections:
-    """The top-k part of F = U diag(σ) Vᵀ with all its singular values replaced by 1.
+    """The top-k part of F = U diag(σ) Vᵀ with all its singular values replaced by 1."""
 
-    Attributes:
-        isometry: U_k V_kᵀ, of F's shape and dtype; its residual has been checked.
-        sigma: all singular values, float64, descending.
-        k: the number of kept directions: the requested number and those equal to the last, at most `rank`.
-        rank: the numerical rank of F.
-        leading: the singular values of the kept directions, float64.
-        right: the right singular vectors of the kept directions `(k, d_in)`.
-    """
-
-    isometry: Tensor
-    sigma: Tensor
+    isometry: Tensor  # U_k V_kᵀ, of F's shape and dtype; its residual has been checked
+    sigma: Tensor  # all singular values, float64, descending
+    # the number of kept directions: the requested number and those equal to the last, at most `rank`
     k: int
-    rank: int
-    leading: Tensor
-    right: Tensor
+    rank: int  # the numerical rank of F
+    leading: Tensor  # the singular values of the kept directions, float64
+    right: Tensor  # the right singular vectors of the kept directions `(k, d_in)`
 
     def within(self, errors: Tensor) -> int:
         """Return how many directions `errors` `(d_in,)` may have made: σ_i² ≤ Σ_j v_ij² errors_j²."""
-        return int((self.leading.square() <= _made(self.right, errors)).sum())
+        made = self.right.double().square() @ errors.square()
+        return int((self.leading.square() <= made).sum())
 
 
 def rank_tolerance(
@@ -195,23 +179,20 @@ def numerical_rank(
     if not sigma.numel():
         return 0, 0.0
     end = max(rtol * (float(sigma[0]) if scale is None else scale), rounding.floor)
-    if end < rounding.edge and only_rounding(sigma, shape, rounding):
-        end = rounding.edge
+    if end < rounding.edge:
+        below = sigma[sigma <= rounding.edge]
+        energy, rank = float(below.square().sum()), len(sigma) - len(below)
+        if energy_of_rounding(energy, rank, shape, rounding):
+            end = rounding.edge
     return int((sigma > end).sum()), end
 
 
-def only_rounding(sigma: Tensor, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Return whether the singular values below the edge of rounding are no more than rounding.
-
-    If r directions are not rounding, they leave the share (1 − r/d_out)(1 − r/d_in) of the energy of errors
-    in d_out × d_in entries.
-    """
-    below = sigma[sigma <= rounding.edge]
-    return energy_of_rounding(float(below.square().sum()), len(sigma) - len(below), shape, rounding)
-
-
 def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
-    """Return whether the energy beyond `rank` directions of a matrix is no more than that of rounding."""
+    """Return whether the energy beyond `rank` directions of a matrix is no more than that of rounding.
+
+    Errors in d_out × d_in entries leave the share (1 − r/d_out)(1 − r/d_in) of their energy beyond r
+    directions.
+    """
     share = max(0.0, 1.0 - rank / shape[0]) * max(0.0, 1.0 - rank / shape[1])
     return energy <= _MOSTLY * share * (rounding.energy + rounding.before)
 
@@ -245,16 +226,15 @@ def truncated_svd(
     k: int,
     *,
     rtol: float,
-    scale: float | None = None,
     rounding: Rounding = EXACT,
     equals: bool = True,
 ) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
-    Directions whose singular value is at or below `rtol` times `scale` (by default the largest singular
-    value), or that are no more than `rounding`, are beyond the numerical rank (`numerical_rank`). They are
-    arbitrary and never kept. All singular values that equal the k-th are kept, because the order of their
-    directions is arbitrary. With `equals=False`, k is an upper bound.
+    Directions whose singular value is at or below `rtol` times the largest, or that are no more than
+    `rounding`, are beyond the numerical rank (`numerical_rank`). They are arbitrary and never kept. All
+    singular values that equal the k-th are kept, because the order of their directions is arbitrary.
+    With `equals=False`, k is an upper bound.
 
     Float64 is computed by an SVD. Float32 is computed by the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
@@ -264,7 +244,7 @@ def truncated_svd(
         >>> top.leading.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
-    return _truncated(matrix, _Wanted(k, rtol, scale, rounding, matrix.shape, equals))
+    return _truncated(matrix, _Wanted(k, rtol, None, rounding, matrix.shape, equals))
 
 
 def leading_svd(
@@ -283,13 +263,8 @@ def leading_svd(
     (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
     everything is computed as in `truncated_svd`.
 
-    Args:
-        matrix: F `(d_out, d_in)`.
-        k: the number of triplets; those that equal the last are added.
-        rtol: as in `truncated_svd`.
-        scale: as in `truncated_svd`.
-        rounding: as in `truncated_svd`.
-        shape: shape of the matrix that has the `rounding`, if F is that matrix in other coordinates.
+    `rtol` is in units of `scale`, by default the largest singular value. `shape` is that of the matrix that
+    has the `rounding`, if `matrix` is it in other coordinates.
 
     Example:
         >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
@@ -385,26 +360,11 @@ def leading_directions(
         top = truncated_svd(matrix.double(), k, rtol=rtol)
     left, right, sigma, rank = top.left, top.right, top.leading, top.rank
     if errors is not None:
-        known = sigma.square() > _made(right, errors)
+        known = sigma.square() > right.double().square() @ errors.square()
         left, right, sigma = left[:, known], right[known], sigma[known]
         rank -= int((~known).sum())
     isometry = (left @ right).to(matrix.dtype)
     return LeadingDirections(isometry, top.sigma, len(right), rank, sigma, right)
-
-
-def _made(right: Tensor, errors: Tensor) -> Tensor:
-    """Return Σ_j v_ij² errors_j², float64."""
-    return right.double().square() @ errors.square()
-
-
-def nuclear_norm(matrix: Tensor) -> float:
-    """Return the sum of the singular values of a matrix `(d_out, d_in)`.
-
-    Example:
-        >>> nuclear_norm(torch.diag(torch.tensor([3.0, 2.0, 0.0])))
-        5.0
-    """
-    return float(singular_values(matrix).sum())
 
 
 def singular_values(matrix: Tensor) -> Tensor:

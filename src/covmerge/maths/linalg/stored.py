@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -53,7 +53,8 @@ def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
     if rounded.dtype == values.dtype or not dtype.is_floating_point or not values.numel():
         return rounded
     most = torch.finfo(dtype).max
-    if most >= _most(values) or (dtype.itemsize > 1 and all_finite(rounded)):
+    given = torch.finfo(values.dtype).max if values.is_floating_point() else inf
+    if most >= given or (dtype.itemsize > 1 and all_finite(rounded)):
         return rounded
     wide = values if values.dtype.itemsize > 1 else values.float()
     largest = max(abs(float(end)) for end in torch.aminmax(wide))
@@ -63,10 +64,6 @@ def stored_as(values: Tensor, dtype: torch.dtype) -> Tensor:
         name = str(dtype).removeprefix("torch.")
         raise OverflowError(f"the largest number is {largest:.6g}, and {name} ends at {most:.6g}")
     return rounded
-
-
-def _most(values: Tensor) -> float:
-    return torch.finfo(values.dtype).max if values.dtype.is_floating_point else float("inf")
 
 
 @cache

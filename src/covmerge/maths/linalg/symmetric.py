@@ -14,12 +14,8 @@ def add_gram_(lower: Tensor, rows: Tensor, alpha: float = 1.0) -> Tensor:
     """Add alpha · RᵀR to the lower block triangle of a matrix `(n, n)`; the rest stays undefined.
 
     torch has no symmetric product. One product per strip of rows, up to the strip's diagonal block, takes
-    (1 + 1/blocks)/2 of the full product's work, and runs wherever torch does.
-
-    Args:
-        lower: the sum so far; `mirror_` fills its upper part once everything is added.
-        rows: R `(m, n)`, of the same dtype and device.
-        alpha: factor of the product.
+    (1 + 1/blocks)/2 of the full product's work, and runs wherever torch does. `mirror_` fills the upper
+    part once everything is added.
 
     Example:
         >>> rows = torch.tensor([[1.0, 2.0], [0.0, 1.0]])

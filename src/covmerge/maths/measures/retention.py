@@ -52,12 +52,9 @@ def times_as_long(merged: float, experts: Iterable[float]) -> float:
 
 
 def along(share: float) -> float:
-    """Return the kept share along the expert's own update, which is at most 1.
+    """Return the kept share along the expert's own update, at most 1, of ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖².
 
-    Args:
-        share: ⟨W̄ − W_0, Δ_t⟩ / ‖Δ_t‖².
-
-    Departs from the paper: there is no paper; docs/auto-log.md, experiment 13, says how it was found.
+    docs/auto-log.md, experiment 13, says how it was found.
 
     Example:
         >>> along(1.0), along(0.5), along(0.0), along(2.0)
@@ -76,17 +73,9 @@ def energy_gram(update: Tensor) -> Tensor:
 
 
 def retention(merged: Tensor, update: Tensor, gram: Tensor | None = None) -> float | None:
-    """Return the share of an expert's contribution that a merged update keeps.
+    """Return the share of Δ_t that W̄ − W_0 keeps, at most 1; None for an update of zeros.
 
-    Args:
-        merged: W̄ − W_0 `(d_out, d_in)`.
-        update: Δ_t `(d_out, d_in)`.
-        gram: `energy_gram(update)`, if it is known already.
-
-    Returns:
-        At most 1; None if the expert did not change the layer.
-
-    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
+    `gram` is `energy_gram(update)`, if it is known already.
 
     Example:
         >>> import torch

@@ -54,19 +54,12 @@ _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class _Layout:
-    """The bit layout of a floating-point number: sign, exponent, digits.
+    """The bit layout of a floating-point number: sign, exponent, digits."""
 
-    Attributes:
-        bits: the integer dtype of the same size.
-        digits: the number of stored digits.
-        exponents: the number of possible exponents.
-        bias: the exponent's bias.
-    """
-
-    bits: torch.dtype
-    digits: int
-    exponents: int
-    bias: int
+    bits: torch.dtype  # the integer dtype of the same size
+    digits: int  # the number of stored digits
+    exponents: int  # the number of possible exponents
+    bias: int  # the exponent's bias
 
 
 _LAYOUTS = {
@@ -77,15 +70,10 @@ _LAYOUTS = {
 
 @dataclass(frozen=True)
 class Lost:
-    """The part of an update that rounding lost. It adds up over tensors.
+    """The part of an update that rounding lost. It adds up over tensors."""
 
-    Attributes:
-        energy: ‖E‖²_F of the loss.
-        whole: ‖Δ‖²_F of the update before rounding.
-    """
-
-    energy: float = 0.0
-    whole: float = 0.0
+    energy: float = 0.0  # ‖E‖²_F of the loss
+    whole: float = 0.0  # ‖Δ‖²_F of the update before rounding
 
     def __add__(self, other: Lost) -> Lost:
         return Lost(self.energy + other.energy, self.whole + other.whole)
@@ -118,8 +106,8 @@ def rounding_of(
     """
     width = 0.0 if base is None else _width(base)
     return tuple(
-        Rounding() if dtype is None else _rounding(u, _coarser(dtype, u.dtype), base, width)
-        for u, dtype in zip(updates, stored, strict=True)
+        Rounding() if dtype is None else _rounding(update, dtype, base, width)
+        for update, dtype in zip(updates, stored, strict=True)
     )
 
 
@@ -167,16 +155,15 @@ def has_few_digits(update: Tensor) -> bool:
     return sum(counts) >= _NEARLY_ALL * update.numel()
 
 
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _rounding(update: Tensor, dtype: torch.dtype, base: Tensor | None, of_base: float) -> Rounding:
+def _rounding(update: Tensor, stored: torch.dtype, base: Tensor | None, of_base: float) -> Rounding:
+    dtype = max(stored, update.dtype, key=lambda each: torch.finfo(each).eps)
     changed = float(update.count_nonzero()) / max(1, update.numel())
     eps, before, width = torch.finfo(dtype).eps, 0 if base is None else _BEFORE, _width(update)
     edge = eps * sqrt(changed / 12.0) * hypot(of_base + width, sqrt(before) * width)
     earlier = before * eps**2 / 12.0 * square_norm(update)
-    return Rounding(edge, _energy(base, update, dtype), earlier, min(eps, _SUMS))
+    last = _by_last_place(update, base, dtype)
+    energy = sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
+    return Rounding(edge, energy, earlier, min(eps, _SUMS))
 
 
 def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
@@ -188,10 +175,7 @@ def lost_when_stored(update: Tensor, base: Tensor, dtype: torch.dtype) -> Lost:
     nothing. The update before rounding is the stored one, or has s² per weight if that is more. The loss
     is underestimated if few weights were trained, or if each moved in proportion to itself.
 
-    Args:
-        update: Δ of the stored weights, of any shape, or some of its rows; float32 or float64.
-        base: W_0 of the same shape.
-        dtype: the dtype of the stored weights.
+    Δ and W_0 are of any shape, or some of their rows, in float32 or float64.
 
     Example:
         >>> w, d = (torch.randn(200, 200, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
@@ -231,22 +215,13 @@ def _deviation(last: Mapping[float, int], moved: int) -> float:
     return sqrt(low * high)
 
 
-def _energy(base: Tensor | None, update: Tensor, dtype: torch.dtype) -> float:
-    """Return Σ u²/12 over the entries that changed, u the worth of a stored weight's last place."""
-    last = _by_last_place(update, base, dtype)
-    return sum(went * u * u for u, (_, went) in last.items() if went) / 12.0
-
-
 def _by_last_place(
     update: Tensor, base: Tensor | None, dtype: torch.dtype, *, whole: bool = True
 ) -> dict[float, tuple[int, int]]:
-    """Return how many weights stayed and how many changed, by u. Zeros, which are exact, are left out.
+    """Return how many weights stayed and how many changed, by u, the worth of a weight's last place.
 
-    Args:
-        update: Δ `(d_out, d_in)`.
-        base: W_0 of the same shape; None: Δ itself was rounded.
-        dtype: the dtype of the stored weights.
-        whole: whether rows without a change are counted too.
+    Zeros, which are exact, are left out. Without a base, Δ `(d_out, d_in)` itself was rounded. `whole`:
+    rows without a change count too.
     """
     layout = _LAYOUTS[update.dtype]
     size = 2 * layout.exponents

@@ -18,15 +18,11 @@ _ITERATIONS = 16
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular values and leading input directions of an update Δ `(d_out, d_in)`.
+    """The singular values and leading input directions of an update Δ `(d_out, d_in)`."""
 
-    Attributes:
-        sigma: all singular values, float64, descending.
-        inputs: V_kᵀ `(k, d_in)`, the leading input directions, k = ⌈5 % of min(d_out, d_in)⌉ or as
-            many as the update has.
-    """
-
-    sigma: Tensor
+    sigma: Tensor  # all singular values, float64, descending
+    # V_kᵀ `(k, d_in)`, the leading input directions, k = ⌈5 % of min(d_out, d_in)⌉ or as many as
+    # the update has
     inputs: Tensor
 
     @property

@@ -22,27 +22,16 @@ _BLOCK_OF_DEVICE = 2**16  # larger on an accelerator, where every call costs tim
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the elements of the base and of T experts' updates, in float64.
-
-    Attributes:
-        elements: the number of elements.
-        base: ‖W_0‖² `()`.
-        along_base: ⟨Δ_t, W_0⟩ `(T,)`.
-        dots: ⟨Δ_a, Δ_b⟩ `(T, T)`.
-        touched: the number of elements that both a and b changed `(T, T)`.
-        agreed: Σ sign Δ_a · sign Δ_b `(T, T)`.
-        lost_as_update: ‖bf16(Δ_t) − Δ_t‖² `(T,)`.
-        lost_as_weights: ‖bf16(W_0 + Δ_t) − (W_0 + Δ_t)‖² `(T,)`.
-    """
+    """Sums over the elements of the base and of T experts' updates, in float64."""
 
     elements: int
-    base: Tensor
-    along_base: Tensor
-    dots: Tensor
-    touched: Tensor
-    agreed: Tensor
-    lost_as_update: Tensor
-    lost_as_weights: Tensor
+    base: Tensor  # ‖W_0‖² `()`
+    along_base: Tensor  # ⟨Δ_t, W_0⟩ `(T,)`
+    dots: Tensor  # ⟨Δ_a, Δ_b⟩ `(T, T)`
+    touched: Tensor  # the number of elements that both a and b changed `(T, T)`
+    agreed: Tensor  # Σ sign Δ_a · sign Δ_b `(T, T)`
+    lost_as_update: Tensor  # ‖bf16(Δ_t) − Δ_t‖² `(T,)`
+    lost_as_weights: Tensor  # ‖bf16(W_0 + Δ_t) − (W_0 + Δ_t)‖² `(T,)`
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(
@@ -110,12 +99,9 @@ class Sums:
 
 
 def cosine_with_base(base: float, along: float, square: float) -> float:
-    """Return the cosine between W_t and W_0: near 1 for a fine-tune, 0 for an unrelated model.
+    """Return the cosine between W_t and W_0, of ‖W_0‖², ⟨Δ_t, W_0⟩ and ‖Δ_t‖².
 
-    Args:
-        base: ‖W_0‖².
-        along: ⟨Δ_t, W_0⟩.
-        square: ‖Δ_t‖².
+    It is near 1 for a fine-tune, and 0 for an unrelated model.
 
     Example:
         >>> round(cosine_with_base(4.0, 0.0, 4.0), 3), cosine_with_base(4.0, -4.0, 4.0)
@@ -130,9 +116,7 @@ def cosine_with_base(base: float, along: float, square: float) -> float:
 def sums_of(base: Tensor, updates: Sequence[Tensor]) -> Sums:
     """Return the sums over all elements; in float64 if squares overflow or underflow float32.
 
-    Args:
-        base: W_0, or some of its rows.
-        updates: Δ_t of the same shape, of one floating dtype and device.
+    W_0 may be some of its rows; the Δ_t are of the same shape, and of one floating dtype and device.
 
     Example:
         >>> found = sums_of(torch.ones(4), [torch.tensor([1.0, 0.0, 0.0, -1.0]), torch.ones(4)])
@@ -223,16 +207,9 @@ Update = Tensor | LowRank
 
 
 def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
-    """Return Q_s of the first `experts` updates, each `(T, T)` in float64.
+    """Return Q_s `(T, T)`, float64, of the first `experts` of the Δ_t; None for an update of zeros.
 
-    Args:
-        updates: Δ_t `(d_out, d_in)` of one dtype and device; adapters as their factors.
-        experts: the number of experts for which Q_s is computed.
-
-    Returns:
-        Q_s of each expert; None for an expert that did not change the layer.
-
-    Departs from the paper: there is no paper; Ĉ_t is the papers' estimate.
+    The Δ_t are of one dtype and device; adapters are their factors.
 
     Example:
         >>> one, two = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 1.0]])
@@ -240,10 +217,12 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
         >>> found.round(decimals=6).tolist()
         [[1.0, 0.5], [0.5, 0.25]]
     """
-    sizes = [_size(update) for update in updates]
+    sizes = [sqrt(u.square_norm()) if isinstance(u, LowRank) else norm(u) for u in updates]
     # Scaled to norm 1, because products of four small numbers would underflow float32.
+    factors = [1.0 / (size or 1.0) for size in sizes]
     units = [
-        _times(update, 1.0 / (size or 1.0)) for update, size in zip(updates, sizes, strict=True)
+        update.times(factor) if isinstance(update, LowRank) else update * factor
+        for update, factor in zip(updates, factors, strict=True)
     ]
     found: list[Tensor | None] = []
     for unit, size in zip(units[:experts], sizes, strict=False):
@@ -256,22 +235,6 @@ def quadratics(updates: Sequence[Update], experts: int) -> list[Tensor | None]:
         scaled = form / form[place, place] * torch.outer(relative, relative)
         found.append(scaled)
     return found
-
-
-def kept(form: Tensor, expert: int, weights: Tensor) -> float:
-    """Return the share of an expert that a weighted sum keeps, 2 (Q_s w)_s − wᵀ Q_s w.
-
-    Args:
-        form: Q_s `(T, T)`.
-        expert: s, an index.
-        weights: w `(T,)`, of the dtype of Q_s.
-
-    Example:
-        >>> kept(torch.tensor([[1.0, 0.5], [0.5, 0.25]]), 0, torch.tensor([0.5, 0.0]))
-        0.75
-    """
-    image = form @ weights
-    return float(2.0 * image[expert] - weights @ image)
 
 
 def _form(units: Sequence[Update], expert: Update) -> Tensor:
@@ -294,13 +257,3 @@ def _form(units: Sequence[Update], expert: Update) -> Tensor:
 
 def _product(update: Update, matrix: Tensor) -> Tensor:
     return update.left @ (update.right @ matrix) if isinstance(update, LowRank) else update @ matrix
-
-
-def _times(update: Update, factor: float) -> Update:
-    if isinstance(update, LowRank):
-        return LowRank(update.left * factor, update.right)
-    return update * factor
-
-
-def _size(update: Update) -> float:
-    return sqrt(update.square_norm()) if isinstance(update, LowRank) else norm(update)

@@ -18,13 +18,6 @@ _STEPS = 64
 class TableRows:
     """Counts of the rows of a table that an expert changed.
 
-    Attributes:
-        rows: the number of rows.
-        changed: the number of rows that differ from the base's.
-        turned: the number of rows that differ by more than a factor and rounding. An optimiser that gets no
-            gradient for a row leaves it as it is, or shrinks it by weight decay: w ← (1 − ηλ) w.
-        last: the place behind the last row that turned; 0: none did.
-
     Example:
         >>> base = torch.eye(3)
         >>> update = torch.zeros(3, 3)
@@ -35,9 +28,11 @@ class TableRows:
     """
 
     rows: int
-    changed: int
+    changed: int  # the number of rows that differ from the base's
+    # the number of rows that differ by more than a factor and rounding. An optimiser that gets no
+    # gradient for a row leaves it as it is, or shrinks it by weight decay: w ← (1 − ηλ) w.
     turned: int
-    last: int
+    last: int  # the place behind the last row that turned; 0: none did
 
     def __add__(self, after: TableRows) -> TableRows:
         """Return the counts of two tables, the rows of `after` below those of this one."""
@@ -56,10 +51,7 @@ class TableRows:
 def table_rows(base: Tensor, update: Tensor, stored: torch.dtype | None) -> TableRows:
     """Count the rows of an update that are not a multiple of the base's row, w_i + δ_i ≠ c_i w_i.
 
-    Args:
-        base: W_0 `(rows, d)`.
-        update: Δ `(rows, d)`.
-        stored: the dtype in which the expert stores its weights; None: it stores updates.
+    `stored` is the dtype in which the expert stores its weights; None: it stores updates.
     """
     step = max(1, _BLOCK // max(1, base.shape[1]))
     found = TableRows(0, 0, 0, 0)

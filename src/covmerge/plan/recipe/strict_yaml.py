@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
 from yaml.events import (
@@ -27,7 +27,6 @@ from yaml.events import (
 )
 
 from covmerge.base.errors import RecipeError
-from covmerge.base.yaml_events import yaml_events
 
 KeyPath = tuple[str | int, ...]
 _Scalar = None | bool | int | float | str
@@ -46,6 +45,18 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.A
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 # Python's time for a long integer is quadratic; no integer in a recipe has so many digits.
 _LONGEST_INTEGER = 40
+_FAST = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+def yaml_events(text: str, *, fast: bool = False) -> Iterator[Event]:
+    """Parse a document into events, one by one; `fast` by libyaml if it is there, whose errors say less.
+
+    Raises:
+        yaml.YAMLError: the text is no YAML. PyYAML also raises ValueError and OverflowError (for an
+            escape beyond Unicode).
+    """
+    events = yaml.parse(text, Loader=_FAST if fast else yaml.SafeLoader)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return cast("Iterator[Event]", events)
 
 
 @dataclass(frozen=True)

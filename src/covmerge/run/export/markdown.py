@@ -19,8 +19,8 @@ from yaml.events import (
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import printable
-from covmerge.base.yaml_events import yaml_events
 from covmerge.files.stores.regular_file import open_regular, read_some
+from covmerge.plan.recipe.strict_yaml import yaml_events
 
 _MEANT = re.compile(r"([\\`*\[\]|~$]|(?<!\w)_|_(?!\w))")  # inside a word, _ has no meaning
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}

@@ -4,9 +4,8 @@ Each function takes an `Inspection` or a `Report`. The title of its figure state
 
 canvas   colours, fonts, placement of panels
 heat     layer by expert: norms, retention, cosines with the merged update
-pairs    expert by expert: cosines, sign conflicts, overlaps
 depth    from input to output: γ and its gate, time and memory
-spectra  singular values before and after refinement
+spectra  singular values before and after refinement; expert by expert: cosines, sign conflicts, overlaps
 
 Example:
     >>> import torch
@@ -17,9 +16,12 @@ Example:
     "'a' moved 50% of the base's norm"
 """
 
-from covmerge.front.reporting.figures.depth import costs, gamma
-from covmerge.front.reporting.figures.heat import merged_cosines, norms, retention
-from covmerge.front.reporting.figures.spectra import cosines, overlaps, sign_conflicts, spectra
+from covmerge.front.reporting.style import needed_for_reports
+
+with needed_for_reports():
+    from covmerge.front.reporting.figures.depth import costs, gamma
+    from covmerge.front.reporting.figures.heat import merged_cosines, norms, retention
+    from covmerge.front.reporting.figures.spectra import cosines, overlaps, sign_conflicts, spectra
 
 __all__ = [
     "cosines",

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
 from covmerge.base.errors import InputError
 from covmerge.front.reporting.grid import Panel
-from covmerge.front.reporting.style import INK, MUTED, PAPER, needed_for_reports, shorten
-
-with needed_for_reports():
-    import matplotlib
-    from matplotlib.figure import Figure
+from covmerge.front.reporting.style import INK, MUTED, PAPER, shorten
 
 # matplotlib's annotations are partial.
 _matplotlib: Any = matplotlib
@@ -55,6 +54,7 @@ _STYLE = {
     "legend.fontsize": NORMAL,
     "lines.linewidth": 1.2,
     "svg.fonttype": "none",
+    "svg.hashsalt": "covmerge",  # so that a figure always has the same ids
 }
 
 
@@ -104,16 +104,9 @@ def panelled(
     bottom: float,
     lines: int = 1,
 ) -> Sheet:
-    """Arrange panels in rows.
+    """Arrange panels of one height in rows, in inches; each has a label of some `lines` above it.
 
-    Args:
-        title: the main result of the picture.
-        widths: width of each panel, in inches.
-        height: height of all panels.
-        left: room for the labels of each row.
-        below: room for the ticks of each panel.
-        bottom: room below all panels.
-        lines: lines of the label above each panel.
+    `left` is the room for the labels of a row, `below` for each panel's ticks, `bottom` below all panels.
     """
     above = _ABOVE + _LINE * lines
     rows: list[list[int]] = []
@@ -220,10 +213,6 @@ class NothingToDraw(InputError):
 
 
 def require(found: object, what: str) -> None:
-    """Raise an error if there is nothing to draw.
-
-    Raises:
-        NothingToDraw: there is nothing; the message says what is missing.
-    """
+    """Raise NothingToDraw, whose message says what is missing, if nothing was found."""
     if not found:
         raise NothingToDraw(f"there is nothing to draw: {what}")

@@ -8,6 +8,8 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from covmerge.base.text import counted
 from covmerge.front.reporting.data import (
     STATISTICS,
@@ -18,36 +20,12 @@ from covmerge.front.reporting.data import (
     kind_name,
     thresholds,
 )
-from covmerge.front.reporting.figures.canvas import (
-    SMALL,
-    Sheet,
-    column_width,
-    finished,
-    panel_label,
-    panel_width,
-    panelled,
-    require,
-    room_below,
-    set_columns,
-    style,
-)
+from covmerge.front.reporting.figures import canvas
 from covmerge.front.reporting.grid import Panel, panels
-from covmerge.front.reporting.style import (
-    BLUE,
-    INK,
-    MUTED,
-    ORANGE,
-    RULE,
-    needed_for_reports,
-    share,
-    shorten,
-)
+from covmerge.front.reporting.style import BLUE, INK, MUTED, ORANGE, RULE, share, shorten
 from covmerge.maths.covariance.estimate import Statistic
 from covmerge.plan.recipe import format_size
 from covmerge.run.judgement.layers import by_depth
-
-with needed_for_reports():
-    from matplotlib.figure import Figure
 
 _LEFT, _TALL = 0.65, 1.1  # inches
 _LEAST = 0.02  # share of the tallest bar, below which bars are not drawn
@@ -64,15 +42,19 @@ def gamma(data: Inspect) -> Figure:
         NothingToDraw: no matrix was changed by two experts.
     """
     found, taus = gammas(data), thresholds(data)
-    require(found, "no two experts changed the same matrix")
+    canvas.require(found, "no two experts changed the same matrix")
     shown = panels((kind_name(entry.layer), entry) for entry in found)
     top = 2 * max([1.0, *(r for e in found for r in _ratios(e, taus).values() if r < inf)])
-    with style():
+    with canvas.style():
         sheet, column = _strips(_what_fires(found, taus), shown)
         for panel, axes, first in zip(shown, sheet.axes, sheet.first, strict=True):
             axes.axhline(1, color=INK.light, lw=0.8)
             for statistic, line in _LINES.items():
-                _draw_line(axes, panel, statistic, taus, top, line)
+                ratios = [
+                    min(top, fmean(_ratios(entry, taus)[statistic] for entry in entries))
+                    for entries in panel.columns.values()
+                ]
+                axes.plot(range(len(ratios)), ratios, markersize=2.5, clip_on=False, **line)
             axes.set_yscale("symlog", linthresh=0.1)
             axes.set_ylim(0, top)
             ticks = [
@@ -85,8 +67,9 @@ def gamma(data: Inspect) -> Figure:
             label = f"{name} γ, τ = {taus[statistic]:g}"
             sheet.axes[0].plot([], [], label=label, markersize=4, **_LINES[statistic])
         sheet.axes[0].plot([], [], color=INK.light, lw=0.8, label="the gate: above it γ fires")
-        _draw_legend(sheet)
-        return finished(sheet.figure)
+        handles, labels = sheet.axes[0].get_legend_handles_labels()
+        sheet.figure.legend(handles, labels, loc="lower left", ncols=3, borderaxespad=0.2)
+        return canvas.finished(sheet.figure)
 
 
 def costs(report: Report) -> Figure:
@@ -95,7 +78,7 @@ def costs(report: Report) -> Figure:
     Raises:
         NothingToDraw: nothing was merged.
     """
-    require(report.costs, "nothing was merged")
+    canvas.require(report.costs, "nothing was merged")
     timed = any(cost.seconds is not None for cost in report.costs.values())
     unit = "seconds" if timed else "GFLOP"
     spent = {n: (c.seconds or 0.0) if timed else c.flops / 1e9 for n, c in report.costs.items()}
@@ -110,7 +93,7 @@ def costs(report: Report) -> Figure:
     )
     tallest = max(height for panel in everything for height in _heights(panel, spent))
     shown = list(_without_crumbs(everything, spent, _LEAST * tallest))
-    with style():
+    with canvas.style():
         sheet, column = _strips(title, shown)
         for panel, axes, first_of_row in zip(shown, sheet.axes, sheet.first, strict=True):
             heights = _heights(panel, spent)
@@ -127,10 +110,10 @@ def costs(report: Report) -> Figure:
                 xycoords="axes fraction",
                 textcoords="offset points",
                 va="top",
-                fontsize=SMALL,
+                fontsize=canvas.SMALL,
                 color=MUTED.light,
             )
-        return finished(sheet.figure)
+        return canvas.finished(sheet.figure)
 
 
 def _what_fires(found: Sequence[Gamma], taus: Mapping[Statistic, float]) -> str:
@@ -152,37 +135,21 @@ def _what_fires(found: Sequence[Gamma], taus: Mapping[Statistic, float]) -> str:
     )
 
 
-def _strips(title: str, shown: Sequence[Panel[Any]]) -> tuple[Sheet, float]:
+def _strips(title: str, shown: Sequence[Panel[Any]]) -> tuple[canvas.Sheet, float]:
     """Lay out panels with one axis of values; also return the width of a block."""
-    column = column_width(shown, _LEFT, (0.03, 0.26))
-    widths = [panel_width(panel, column) for panel in shown]
-    below = [room_below(panel) for panel in shown]
-    return panelled(title, widths, _TALL, left=_LEFT, below=below, bottom=0.35), column
+    column = canvas.column_width(shown, _LEFT, (0.03, 0.26))
+    widths = [canvas.panel_width(panel, column) for panel in shown]
+    below = [canvas.room_below(panel) for panel in shown]
+    return canvas.panelled(title, widths, _TALL, left=_LEFT, below=below, bottom=0.35), column
 
 
 def _finish_strip(axes: Any, panel: Panel[Any], column: float, label: str) -> None:
     axes.set_ylabel(label)
-    axes.set_title(panel_label(panel))
+    axes.set_title(canvas.panel_label(panel))
     axes.grid(axis="y", color=RULE.light, lw=0.5)
     axes.set_axisbelow(True)
-    axes.tick_params(axis="y", labelsize=SMALL)
-    set_columns(axes, panel, column, margin=0.1)
-
-
-def _draw_line(
-    axes: Any,
-    panel: Panel[Gamma],
-    statistic: Statistic,
-    taus: Mapping[Statistic, float],
-    top: float,
-    line: Mapping[str, Any],
-) -> None:
-    places = list(range(len(panel.columns)))
-    ratios = [
-        min(top, fmean(_ratios(entry, taus)[statistic] for entry in entries))
-        for entries in panel.columns.values()
-    ]
-    axes.plot(places, ratios, markersize=2.5, clip_on=False, **line)
+    axes.tick_params(axis="y", labelsize=canvas.SMALL)
+    canvas.set_columns(axes, panel, column, margin=0.1)
 
 
 def _ratios(entry: Gamma, taus: Mapping[Statistic, float]) -> dict[Statistic, float]:
@@ -219,8 +186,3 @@ def _without_crumbs(
         yield replace(
             panel, columns=large, label=next(iter(large)) if len(large) == 1 else panel.label
         )
-
-
-def _draw_legend(sheet: Sheet) -> None:
-    handles, labels = sheet.axes[0].get_legend_handles_labels()
-    sheet.figure.legend(handles, labels, loc="lower left", ncols=len(labels), borderaxespad=0.2)

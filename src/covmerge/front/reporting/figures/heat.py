@@ -8,48 +8,15 @@ from math import ceil, floor, log10
 from statistics import fmean
 from typing import Any
 
-from covmerge.front.reporting.data import (
-    Inspect,
-    changed,
-    inspection_of,
-    keeps_least,
-    kind_name,
-    mean,
-    moved_by,
-)
-from covmerge.front.reporting.figures.canvas import (
-    LETTER,
-    Sheet,
-    add_axes,
-    column_width,
-    draw_key,
-    finished,
-    limit_of,
-    panel_label,
-    panel_width,
-    panelled,
-    require,
-    room_below,
-    set_columns,
-    style,
-)
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from covmerge.front.reporting.data import Inspect, changed, inspection_of, kind_name, mean, moved_by
+from covmerge.front.reporting.figures import canvas
 from covmerge.front.reporting.grid import Panel, panels
-from covmerge.front.reporting.style import (
-    MUTED,
-    PAPER,
-    cosine,
-    needed_for_reports,
-    number,
-    quoted,
-    share,
-    shorten,
-)
+from covmerge.front.reporting.style import MUTED, PAPER, cosine, number, quoted, share, shorten
 from covmerge.run.inspection.result import Inspection, LayerView
 from covmerge.run.judgement.layers import block_of, ranges
-
-with needed_for_reports():
-    from matplotlib.colors import LogNorm, Normalize
-    from matplotlib.figure import Figure
 
 _Values = Mapping[str, float | None]
 _WORST = 3  # blocks named in a title
@@ -66,11 +33,6 @@ class _Scale:
     label: str
 
 
-def _alike(most: float, least: float) -> bool:
-    """Return whether the ratio would be written as 1."""
-    return number(most / least, 2) == number(1.0, 2)
-
-
 def norms(data: Inspect) -> Figure:
     """Draw ‖Δ_t‖ / ‖W_0‖ of every expert in every layer: how far each expert moved.
 
@@ -80,17 +42,17 @@ def norms(data: Inspect) -> Figure:
     inspection = inspection_of(data)
     layers = [(layer, changed(layer, layer.relative)) for layer in inspection.matrices]
     values = [value for _, found in layers for value in found.values() if value]
-    require(values, "no expert changed a matrix of the base")
+    canvas.require(values, "no expert changed a matrix of the base")
     moved = {expert: moved_by(inspection, expert) for expert in inspection.compared}
     movers = [expert for expert in moved if moved[expert]]
     most = max(movers, key=moved.__getitem__)
     least = min(movers, key=moved.__getitem__)
     title = f"{quoted(most)} moved {share(moved[most])} of the base's norm"
-    alike = _alike(moved[most], moved[least])
-    if alike and len(movers) == len(moved) > 1:
+    times = number(moved[most] / moved[least], 2)
+    if times == "1" and len(movers) == len(moved) > 1:
         title = f"All experts moved about {share(moved[most])} of the base's norm"
-    elif not alike:
-        title += f", {number(moved[most] / moved[least], 2)} times as far as {quoted(least)}"
+    elif times != "1":
+        title += f", {times} times as far as {quoted(least)}"
     kinds = _by_kind(layers, most)
     if len(kinds) > 1:
         title += f"; farthest in {shorten(max(kinds, key=kinds.__getitem__), 40)}"
@@ -111,7 +73,9 @@ def retention(data: Inspect) -> Figure:
     """
     inspection = inspection_of(data)
     shares = inspection.retention()
-    require(shares, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
+    canvas.require(
+        shares, "no merged model was looked at; make a report of a merge (covmerge report OUT)"
+    )
     layers = [(layer, layer.retention) for layer in inspection.matrices]
     scale = _Scale(
         "RdBu",
@@ -131,7 +95,10 @@ def _who_keeps_least(
     """Return a title on the lowest predicted retention; for adapters it is not valid (`page.RETENTION`)."""
     if inspection.adapters:
         return "What is predicted to be kept; of adapters it does not agree with accuracy"
-    worst, best = keeps_least(inspection), max(shares, key=shares.__getitem__)
+    best = max(shares, key=shares.__getitem__)
+    # Of several that keep nothing, the one that was harmed most.
+    raw = {e: mean(layer.retention.get(e) for layer in inspection.matrices) or 0.0 for e in shares}
+    worst = min(shares, key=lambda expert: (shares[expert], raw[expert]))
     if len(shares) > 1 and share(shares[best]) == share(shares[worst]):
         return f"By prediction every expert keeps {share(shares[worst])} of what it adds"
     title = f"{quoted(worst)} keeps least by prediction, {share(shares[worst])} of what it adds"
@@ -158,7 +125,9 @@ def merged_cosines(data: Inspect) -> Figure:
     ]
     found = {e: mean(v.get(e) for _, v in layers) for e in inspection.compared}
     known = {expert: value for expert, value in found.items() if value is not None}
-    require(known, "no merged model was looked at; make a report of a merge (covmerge report OUT)")
+    canvas.require(
+        known, "no merged model was looked at; make a report of a merge (covmerge report OUT)"
+    )
     most, least = max(known, key=known.__getitem__), min(known, key=known.__getitem__)
     title = f"The merged update points most along {quoted(most)} (cosine {cosine(known[most])})"
     if len(known) == 1:
@@ -169,7 +138,7 @@ def merged_cosines(data: Inspect) -> Figure:
         title = f"The merged update points along every expert alike (cosine {cosine(known[most])})"
     elif most != least:
         title += f", least along {quoted(least)} ({cosine(known[least])})"
-    limit = limit_of(v for _, values in layers for v in values.values() if v is not None)
+    limit = canvas.limit_of(v for _, values in layers for v in values.values() if v is not None)
     scale = _Scale(
         "RdBu",
         Normalize(-limit, limit),
@@ -188,16 +157,16 @@ def _heat_map(
     """Draw values by layer and expert; each expert's label has its mean."""
     shown = panels((kind_name(layer), values) for layer, values in layers)
     labels = [f"{shorten(expert, _LABEL)}  {text}" for expert, text in means.items()]
-    left = 0.25 + LETTER * max(map(len, labels))
-    column = column_width(shown, left, (0.045, 0.25))
+    left = 0.25 + canvas.LETTER * max(map(len, labels))
+    column = canvas.column_width(shown, left, (0.045, 0.25))
     row = 0.2 if len(means) <= 10 else 0.17
-    with style():
-        sheet = panelled(
+    with canvas.style():
+        sheet = canvas.panelled(
             title,
-            [panel_width(panel, column) for panel in shown],
+            [canvas.panel_width(panel, column) for panel in shown],
             row * len(labels),
             left=left,
-            below=[room_below(panel) for panel in shown],
+            below=[canvas.room_below(panel) for panel in shown],
             bottom=0.65,
         )
         for panel, axes, first in zip(shown, sheet.axes, sheet.first, strict=True):
@@ -205,7 +174,7 @@ def _heat_map(
             axes.set_yticks(range(len(labels)), labels if first else [""] * len(labels))
         gaps = any(value is None for _, values in layers for value in values.values())
         _draw_key(sheet, scale, gaps)
-        return finished(sheet.figure)
+        return canvas.finished(sheet.figure)
 
 
 def _draw_panel(
@@ -221,16 +190,16 @@ def _draw_panel(
         axes.axhline(place - 0.5, color=PAPER.light, lw=1)
     gaps = [(x, y) for y, line in enumerate(cells) for x, cell in enumerate(line) if cell is None]
     axes.plot([x for x, _ in gaps], [y for _, y in gaps], "x", color=MUTED.light, ms=3, mew=0.7)
-    axes.set_title(panel_label(panel))
-    set_columns(axes, panel, column)
+    axes.set_title(canvas.panel_label(panel))
+    canvas.set_columns(axes, panel, column)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
 
 
-def _draw_key(sheet: Sheet, scale: _Scale, gaps: bool) -> None:
-    axes = add_axes(sheet.figure, 0.75, 0.22, 2.6, 0.1)
+def _draw_key(sheet: canvas.Sheet, scale: _Scale, gaps: bool) -> None:
+    axes = canvas.add_axes(sheet.figure, 0.75, 0.22, 2.6, 0.1)
     ticks = {float(scale.norm(tick)): text for tick, text in scale.ticks.items()}
-    draw_key(axes, scale.colours, ticks)
+    canvas.draw_key(axes, scale.colours, ticks)
     axes.set_title(scale.label + ("; ×: the expert left the layer as it was" if gaps else ""))
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import isnan, nan
 from typing import Any
 
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
 from covmerge.base.settings import Hint
 from covmerge.front.reporting.data import (
     BEFORE,
@@ -17,37 +20,10 @@ from covmerge.front.reporting.data import (
     pairs,
     shown_spectra,
 )
-from covmerge.front.reporting.figures.canvas import (
-    LETTER,
-    NORMAL,
-    SMALL,
-    WIDTH,
-    add_axes,
-    blank,
-    draw_key,
-    finished,
-    limit_of,
-    panelled,
-    require,
-    style,
-)
-from covmerge.front.reporting.style import (
-    BLUE,
-    MUTED,
-    ORANGE,
-    RULE,
-    cosine,
-    needed_for_reports,
-    quoted,
-    share,
-    shorten,
-)
+from covmerge.front.reporting.figures import canvas
+from covmerge.front.reporting.style import BLUE, MUTED, ORANGE, RULE, cosine, quoted, share, shorten
 from covmerge.run.inspection.result import LayerView
 from covmerge.run.judgement.layers import kind_of
-
-with needed_for_reports():
-    from matplotlib.colors import Normalize
-    from matplotlib.figure import Figure
 
 _SIDE = 1.9  # inches of a panel
 _SPECTRA_LABEL = 26  # characters
@@ -65,9 +41,9 @@ def spectra(data: Inspect) -> Figure:
         NothingToDraw: no spectra were computed.
     """
     layers = shown_spectra(data)
-    require(layers, f"no spectra were taken; take some by {Hint('spectra', 'some')}")
-    with style():
-        sheet = panelled(
+    canvas.require(layers, f"no spectra were taken; take some by {Hint('spectra', 'some')}")
+    with canvas.style():
+        sheet = canvas.panelled(
             _title([layer for layer in inspection_of(data).matrices if layer.spectra]),
             [_SIDE] * len(layers),
             _SIDE,
@@ -81,7 +57,7 @@ def spectra(data: Inspect) -> Figure:
             _draw(axes, layer)
             axes.set_ylim(_FLOOR * top, top)  # before the scale: a matrix may have no value above 0
             axes.set_yscale("log")
-            axes.tick_params(labelsize=SMALL)
+            axes.tick_params(labelsize=canvas.SMALL)
             ticks = [
                 tick for power in range(-12, 7) if _FLOOR * top <= (tick := 10.0**power) <= top
             ]
@@ -91,7 +67,7 @@ def spectra(data: Inspect) -> Figure:
             axes.set_xticks([1, (last + 1) // 2, last] if last > 2 else list(range(1, last + 1)))
             axes.grid(axis="y", color=RULE.light, lw=0.5)
             axes.set_title(_label(layer))
-            axes.set_xlabel("number of the singular value", fontsize=SMALL)
+            axes.set_xlabel("number of the singular value", fontsize=canvas.SMALL)
             axes.set_ylabel("singular value σ" if first else "")
         labels = {
             text: handle
@@ -99,7 +75,7 @@ def spectra(data: Inspect) -> Figure:
             for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         sheet.figure.legend(labels.values(), labels, loc="lower left", ncols=3, borderaxespad=0.2)
-        return finished(sheet.figure)
+        return canvas.finished(sheet.figure)
 
 
 def _title(layers: Sequence[LayerView]) -> str:
@@ -150,7 +126,7 @@ def cosines(data: Inspect) -> Figure:
         NothingToDraw: no two experts changed the same matrix.
     """
     found = {key: pair.cosine for key, pair in pairs(data).items() if pair.cosine is not None}
-    require(found, "no two experts changed the same matrix")
+    canvas.require(found, "no two experts changed the same matrix")
     most = max(found, key=found.__getitem__)
     title = (
         f"{_both(most)} changed the base most alike: cosine {cosine(found[most])}; "
@@ -160,7 +136,7 @@ def cosines(data: Inspect) -> Figure:
         title = f"The updates of {_both(most)} have a cosine of {cosine(found[most])}"
     elif len({cosine(value) for value in found.values()}) == 1:
         title = f"The updates of every two experts have a cosine of {cosine(found[most])}"
-    limit = limit_of(found.values())
+    limit = canvas.limit_of(found.values())
     label = "cosine; 0: unrelated, 1: the same"
     return _triangle(data, title, found, "RdBu", Normalize(-limit, limit), label, cosine)
 
@@ -172,7 +148,7 @@ def sign_conflicts(data: Inspect) -> Figure:
         NothingToDraw: no two experts changed the same matrix.
     """
     found = {key: pair.conflict for key, pair in pairs(data).items() if pair.conflict is not None}
-    require(found, "no two experts changed the same matrix")
+    canvas.require(found, "no two experts changed the same matrix")
     most, least = max(found, key=found.__getitem__), min(found, key=found.__getitem__)
     if found[most] > _CHANCE and len({share(value) for value in found.values()}) == 1:
         who = _both(most) if len(found) == 1 else "Every two experts"
@@ -183,7 +159,7 @@ def sign_conflicts(data: Inspect) -> Figure:
         title = f"No two experts pull weights apart more often than by chance, {share(0.5)}"
     if share(found[most]) != share(found[least]):
         title += f"; {_both(least)} agree most, {share(found[least])}"
-    limit = min(0.5, limit_of(value - 0.5 for value in found.values()))
+    limit = min(0.5, canvas.limit_of(value - 0.5 for value in found.values()))
     norm = Normalize(0.5 - limit, 0.5 + limit)
     label = f"moved in opposite directions; {share(0.5)}: chance"
     return _triangle(data, title, found, "RdBu_r", norm, label, share)
@@ -197,7 +173,9 @@ def overlaps(data: Inspect) -> Figure:
     """
     found = pairs(data)
     known = {key: pair.overlap for key, pair in found.items() if pair.overlap is not None}
-    require(known, f"no spectra of two experts were taken; take some by {Hint('spectra', 'some')}")
+    canvas.require(
+        known, f"no spectra of two experts were taken; take some by {Hint('spectra', 'some')}"
+    )
     most = max(known, key=known.__getitem__)
     title = (
         f"{_both(most)} act most on the same inputs: {share(known[most])} of their leading "
@@ -226,24 +204,24 @@ def _triangle(
     rows, columns = experts[1:], experts[:-1]
     cells = [[values.get((column, row), nan) for column in columns] for row in rows]
     names = [shorten(name, _PAIRS_LABEL) for name in experts]
-    longest = 0.2 + LETTER * max(map(len, names))
-    side = min(0.4, (WIDTH - longest) / len(rows))
+    longest = 0.2 + canvas.LETTER * max(map(len, names))
+    side = min(0.4, (canvas.WIDTH - longest) / len(rows))
     tall = side * len(rows)
-    with style():
-        figure = blank(title, tall + longest + 0.6)
-        axes = add_axes(figure, longest, longest + 0.6, tall, tall)
+    with canvas.style():
+        figure = canvas.blank(title, tall + longest + 0.6)
+        axes = canvas.add_axes(figure, longest, longest + 0.6, tall, tall)
         axes.imshow(cells, cmap=colours, norm=norm, interpolation="none")
         axes.set_yticks(range(len(rows)), names[1:])
-        axes.set_xticks(range(len(columns)), names[:-1], rotation=90, fontsize=NORMAL)
+        axes.set_xticks(range(len(columns)), names[:-1], rotation=90, fontsize=canvas.NORMAL)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         if len(experts) <= _WRITTEN:
             _write_cells(axes, cells, write)
-        key = add_axes(figure, longest, 0.25, 1.6, 0.1)
+        key = canvas.add_axes(figure, longest, 0.25, 1.6, 0.1)
         ends = {place: norm.vmin + place * (norm.vmax - norm.vmin) for place in (0.0, 0.5, 1.0)}
-        draw_key(key, colours, {place: write(value) for place, value in ends.items()})
+        canvas.draw_key(key, colours, {place: write(value) for place, value in ends.items()})
         key.set_title(label)
-        return finished(figure)
+        return canvas.finished(figure)
 
 
 def _write_cells(axes: Any, cells: list[list[float]], write: Callable[[float], str]) -> None:
@@ -255,7 +233,7 @@ def _write_cells(axes: Any, cells: list[list[float]], write: Callable[[float], s
             red, green, blue, _ = (part**2.2 for part in image.cmap(image.norm(value)))
             light = 0.2126 * red + 0.7152 * green + 0.0722 * blue > _LIGHT
             ink = "#000000" if light else "#ffffff"
-            axes.text(x, y, write(value), ha="center", va="center", size=SMALL, color=ink)
+            axes.text(x, y, write(value), ha="center", va="center", size=canvas.SMALL, color=ink)
 
 
 def _both(pair: tuple[str, str]) -> str:
