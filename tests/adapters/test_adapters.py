@@ -676,6 +676,17 @@ def test_stacks_of_experts(build, options, tmp_path: Path) -> None:
     )
 
 
+def test_a_router_beside_its_experts_has_another_name_in_the_files(tmp_path: Path) -> None:
+    """PEFT makes parameters of all three where "all-linear" is asked for."""
+    made = make(mixtral, lora(target_modules="all-linear"), tmp_path)
+    in_files = "model.layers.0.block_sparse_moe.gate.weight"
+    in_memory = in_files.replace("block_sparse_moe", "mlp")
+    base = {n.replace("mlp.gate", "block_sparse_moe.gate"): own for n, own in made.base.items()}
+    adapter = made.open().named_as(open_checkpoint(base).headers)
+    update = adapter.read_factors(in_files).dense()
+    torch.testing.assert_close(base[in_files] + update, made.merged[in_memory])
+
+
 def test_rows_of_a_stack_are_its_matrices(tmp_path: Path) -> None:
     made = make(gpt_oss, lora(target_modules=[], target_parameters=EXPERTS), tmp_path)
     adapter = made.open().named_as(open_checkpoint(made.base).headers)

@@ -254,6 +254,18 @@ def test_trained_rows_of_a_tied_head(rows, tmp_path):
     assert_computes(loaded(tmp_path / "out"), wanted)
 
 
+def test_trained_rows_are_part_of_a_merged_adapter(tmp_path):
+    """They have no factors, and were left out with a note."""
+    base = built("llama")
+    base.save_pretrained(tmp_path / "base")
+    how = {**targets("llama", "", ""), "trainable_token_indices": [3, 1]}
+    wanted = trained(base, tmp_path / "lora", **how)
+    given = tmp_path / "base", {"x": tmp_path / "lora"}, "average", tmp_path / "out"
+    covmerge.merge(*given, form="adapter")
+    merged = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / "out")
+    assert_computes(merged, wanted)
+
+
 def test_trained_rows_beside_factors_of_a_tied_head(tmp_path):
     base = built("llama")
     base.save_pretrained(tmp_path / "base")

@@ -16,6 +16,7 @@ import covmerge
 from covmerge.base.errors import InputError, RecipeError
 from covmerge.front.cli import app
 from covmerge.plan.recipe import load_recipe
+from tests.verification.test_recompute import forge
 
 NAMES = ("code", "math", "chat")
 seeded: Any = torch.manual_seed  # pyright: ignore[reportUnknownMemberType]
@@ -257,6 +258,18 @@ def test_gates_are_what_updates_read(models: Path, tmp_path: Path) -> None:
         (tmp_path / own / "model.safetensors").read_bytes() for own in ("out", "again")
     )
     assert first == second
+
+
+def test_a_router_that_was_changed_is_found(models: Path, tmp_path: Path) -> None:
+    """It is computed with the experts at hand, so no copy of the base's tells."""
+    out = made(models, tmp_path, without_prompts(models, *NAMES))
+    gate = "model.layers.1.block_sparse_moe.gate.weight"
+    forge(out, gate, lambda router: router.roll(1, 0))
+    assert covmerge.verify(out).ok
+    ran = CliRunner().invoke(app, ["verify", "--deep", "--json", str(out)])
+    (failed,) = [check for check in json.loads(ran.output)["checks"] if not check["ok"]]
+    assert failed["detail"].endswith(f"of the routers these are not: '{gate}'")
+    assert ran.exit_code == 1
 
 
 def test_an_update_of_nothing_reads_nothing(models: Path, tmp_path: Path) -> None:

@@ -147,13 +147,21 @@ def test_many_labels_are_drawn_and_right_in_expectation(tmp_path, monkeypatch):
     assert float((a - b).norm() / a.norm()) < 0.15
 
 
-def test_padding_in_batches_changes_nothing(tmp_path):
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_in_batches_changes_nothing(tmp_path, side):
     folder = save("llama", tmp_path / "m")
     lines = texts(4)
     one, many = (tmp_path / f"{n}.covstats.safetensors" for n in ("one", "many"))
     options = {"kinds": ["gram", "fisher"], "labels": "data"}
     collect(folder, [encode(folder, [line]) for line in lines], one, **options)
-    collect(folder, [encode(folder, lines)], many, **options)
+    batch = encode(folder, lines)
+    if side == "left":
+        turns = (1 - batch["attention_mask"]).sum(1).tolist()
+        batch = {
+            name: torch.stack([row.roll(by) for row, by in zip(rows, turns, strict=True)])
+            for name, rows in batch.items()
+        }
+    collect(folder, [batch], many, **options)
     first, second = StatisticsFile.open(one), StatisticsFile.open(many)
     for kind in ("gram", "fisher"):
         for name in first.names(kind):

@@ -167,3 +167,12 @@ def test_what_cannot_be_computed_again_here(tmp_path, monkeypatch):
     told(said, "verify", "--deep", "../out")
     monkeypatch.chdir(tmp_path)
     cli("verify", "--deep", "out")
+
+
+def test_an_output_that_cannot_be_read_fails_and_is_not_called_a_source(merged, tmp_path):
+    out = shutil.copytree(merged / "ace", tmp_path / "out")
+    path = out / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    report = cli("verify", out, "--deep", "--json", code=1).json
+    found = {check["name"]: (check["ok"], check["made"]) for check in report["checks"]}
+    assert found == {"files": (False, True), "coverage": (False, True), "recomputed": (True, False)}

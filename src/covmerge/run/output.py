@@ -27,6 +27,7 @@ from covmerge.maths.measures.retention import times_as_long
 from covmerge.maths.methods import COMMON_SUMMARIES
 from covmerge.maths.methods.emr import rescalers_of
 from covmerge.plan.moe.gates import late_warnings
+from covmerge.plan.planning.forms import AdapterFactors, AdapterTensor
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.recipe import dump_recipe
 from covmerge.plan.statistics.file import probe
@@ -260,8 +261,8 @@ class OutputFiles:
         return [
             write_adapter_config(
                 self._store,
-                [form.adapted for form in forms if form.adapted is not None],
-                [form.whole for form in forms if form.whole is not None],
+                [form.place for form in forms if isinstance(form, AdapterFactors)],
+                [form.place for form in forms if isinstance(form, AdapterTensor)],
                 self._plan.parameters,
                 [adapter.adapter_config for adapter in self._checkpoints.adapters.values()],
                 self._checkpoints.base,

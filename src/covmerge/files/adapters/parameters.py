@@ -170,12 +170,12 @@ class _Base:
     def find(self, owner: str, leaf: str, rank: int) -> _Parameter | None:
         """Return a module's parameter, which the base may store whole or expert by expert."""
         name = f"{owner}.{leaf}"
-        stored = self._stored(name)
+        homes = (owner, owner.replace(".mlp.", ".block_sparse_moe."))
+        stored = next(filter(None, (self._stored(f"{home}.{leaf}") for home in homes)), None)
         if stored is not None:
             shape = stored.shape
             stack = Stacked(shape[0]) if len(shape) == 3 else None
             return _Parameter(name, shape, rank, ((stored.name, stack),))
-        homes = (owner, owner.replace(".mlp.", ".block_sparse_moe."))
         for home, kinds in ((home, kinds) for home in homes for kinds in _APART.get(leaf, ())):
             experts = list(self._experts(home, kinds))
             if experts and all(len(matrix.shape) == 2 for matrix in experts[0]):

@@ -222,7 +222,9 @@ class _Merged:
 
     def _take(self, expert: str, checkpoint: Checkpoint, stored: str) -> None:
         factors = checkpoint.low_rank.get(stored)
-        if factors is None and stored not in checkpoint.replaced:
+        # What an adapter changes without factors is never left out: trained tokens of a tied table.
+        whole = isinstance(checkpoint, AdapterCheckpoint) and not self._takes_factors
+        if factors is None and stored not in checkpoint.replaced and not whole:
             self._full.append(expert)
             return
         if factors is None or stored.endswith(f".{_BIAS}"):
@@ -243,12 +245,16 @@ class _Merged:
         """Whether it becomes a layer with factors; tied weights do not, as PEFT would add factors twice."""
         if self.trained_whole:
             return False
+        return bool(self.factors) or (bool(self._full) and self._takes_factors)
+
+    @property
+    def _takes_factors(self) -> bool:
         # PEFT accepts factors of convolutions too, but few programs that load its adapters do.
         windows = self._form != PEFT_FORM and len(self.tensor.stored.shape) == 4
         # The other formats have no factors of embeddings.
         tables = self._form != PEFT_FORM and self.tensor.info.role is Role.EMBEDDING
-        full = (self.tensor.info.takes_factors or windows) and not self.tensor.ties and not tables
-        return bool(self.factors) or (bool(self._full) and full)
+        layer = self.tensor.info.takes_factors or windows
+        return layer and not self.tensor.ties and not tables
 
     @property
     def _is_difference(self) -> bool:

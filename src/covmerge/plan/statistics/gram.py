@@ -103,6 +103,9 @@ class FisherCollector:
         if logits.shape[-1] == 1:
             return [(1.0, -0.5 * (labels - logits[:, 0]).square().sum())]
         if logits.ndim == 3 and _predicts_next(self._model):
+            seen = _positions(logits, example)
+            if seen is not None:  # what stands behind padding on the left is predicted from nothing
+                labels = labels.masked_fill(~seen.roll(1), _IGNORED)
             logits, labels = logits[:, :-1], labels[:, 1:]
         labels = labels.flatten()
         whole = labels.long()

@@ -191,7 +191,7 @@ def examine(
         else:
             base = _mixed(seen_untied(base, manifest.get("untied")), manifest)
         apart = _of_tokens(manifest) if opened is not None else frozenset[str]()
-        apart |= _of_experts(manifest)
+        apart |= late_routers(manifest)
         values = _Values(manifest, base, missing, apart)
         weights = stored.weight_names if coverage.ok else ()
         quantisation = output.quantisation
@@ -294,7 +294,7 @@ def _of_tokens(manifest: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-def _of_experts(manifest: Mapping[str, Any]) -> frozenset[str]:
+def late_routers(manifest: Mapping[str, Any]) -> frozenset[str]:
     """Return routers computed from experts or a run of the base; the stored base has none to compare."""
     recorded = manifest["recipe"].get("moe")
     if recorded is None or not (moe := Mixture.model_validate(recorded)).late:
