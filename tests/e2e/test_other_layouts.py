@@ -154,6 +154,31 @@ def test_a_weight_that_is_computed_is_never_left_to_the_base(name, tensors):
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["orthogonal", "spectral_norm", "older spectral_norm"])
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated:FutureWarning")
+def test_weights_that_are_computed_on_both_sides_are_merged_plain(name):
+    """A mean of what they are computed of is another weight: of spectral norms, one of any norm."""
+    torch.manual_seed(0)
+    make, undo = PARAMETRIZED[name]
+    models = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 30)) for _ in range(3)]
+    for model in models:
+        make(model[0])
+        model.load_state_dict(models[0].state_dict())
+    base, experts = models[0], dict(zip("ab", models[1:], strict=True))
+    for expert in experts.values():
+        for parameter in expert.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        expert(torch.randn(1, 6))
+    said = advice("as remove_parametrizations or remove_spectral_norm of torch.nn.utils leave them")
+    with pytest.raises(TensorError, match=said):
+        covmerge.merge(base, experts, "average")
+    for model in models:
+        undo(model[0])
+    found = covmerge.merge(base, experts, "average", allow=["not-a-fine-tune"]).tensors["0.weight"]
+    right = (experts["a"][0].weight + experts["b"][0].weight).detach() / 2
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 D = 8
 
 

@@ -28,6 +28,7 @@ from covmerge.plan.vocabulary.rows import rows_of
 # Mixtures of experts that one source has packed, as in transformers' memory.
 
 _PACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
+_COMPUTED = re.compile(r"\.parametrizations\.\w+\.original$")
 _APART = re.compile(r"\.experts\.\d+\.")
 
 
@@ -157,6 +158,7 @@ def align(base: Model, expert: Model, rules: TensorRules, chosen: ChosenUse) -> 
             continue
         other = expert.headers[found]
         _check_dtypes(expert, header, other)
+        _check_computed(found, expert)
         if other.shape == header.shape:
             names[name] = found
         elif _is_vocabulary(base, name, header, other):
@@ -441,6 +443,17 @@ def _check_parametrized(expert: Model, missing: Sequence[str]) -> None:
                 "expert with plain weights, as "
                 "remove_parametrizations, remove_spectral_norm or prune.remove of torch.nn.utils leave them"
             )
+
+
+def _check_computed(name: str, expert: Model) -> None:
+    """Raise if code computes a weight of this tensor, because a mean of such tensors is another weight."""
+    spectral = name.endswith("_orig") and f"{name.removesuffix('_orig')}_u" in expert.headers
+    if spectral or _COMPUTED.search(name):
+        raise TensorError(
+            f"the base and {expert} have '{name}', of which their code computes a weight, by its norm for "
+            "example: pass all models with plain weights, as remove_parametrizations or "
+            "remove_spectral_norm of torch.nn.utils leave them"
+        )
 
 
 def _check_missing(expert: Model, missing: list[str], rules: TensorRules) -> None:
