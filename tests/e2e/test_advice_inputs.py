@@ -275,10 +275,14 @@ def test_what_is_measured_needs_a_base(tmp_path):
     text = f"base: null\nexperts: {experts}\nmethod: linear\n"
     file = tmp_path / "recipe.yml"
     file.write_text(text)
-    said = advice("the recipe has no base, and what is measured are updates of one: give a base")
+    said = advice("are updates of one: give a base. For a report, merge again with one")
     told(said, "compare", file, "--methods", "linear")
+    command("merge", file, tmp_path / "out")
+    told(said, "report", tmp_path / "out")
     file.write_text(text.replace("base: null", "base: ./b.safetensors"))
     command("compare", file, "--methods", "average", "--allow", "unchanged-expert")
+    command("merge", file, tmp_path / "out", "--overwrite", "--allow", "unchanged-expert")
+    command("report", tmp_path / "out")
 
 
 def masks(folder):

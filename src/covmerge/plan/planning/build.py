@@ -73,7 +73,8 @@ def build_plans(
     """
     if whole and not base.is_source:
         raise InputError(
-            "the recipe has no base, and what is measured are updates of one: give a base"
+            "the recipe has no base, and what is measured are updates of one: give a base. For a report, "
+            "merge again with one"
         )
     base_model = Model.of(base)
     models = {name: Model.of(expert, name) for name, expert in experts.items()}
