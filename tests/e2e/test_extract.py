@@ -148,7 +148,21 @@ UNUSUAL = {
         },
     ),
 }
-LAYERS = {"falcon": 8, "deepseek_v3": 18, "mamba2": 2}
+# transformers reads the weights of dt_proj and of WavLM's attention past PEFT's layers.
+UNUSUAL |= {
+    "jamba": (
+        transformers.JambaForCausalLM,
+        {"num_key_value_heads": 2, "intermediate_size": 24, "num_experts": 1}
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "initializer_range": 0.5}
+        | {"use_mamba_kernels": False, "mamba_d_state": 4, "mamba_dt_rank": 4},
+    ),
+    "wavlm": (
+        transformers.WavLMForCTC,
+        {"intermediate_size": 24, "conv_dim": (8, 8), "conv_stride": (5, 2), "conv_kernel": (10, 3)}
+        | {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "num_buckets": 8},
+    ),
+}
+LAYERS = {"falcon": 8, "deepseek_v3": 18, "mamba2": 2, "jamba": 15, "wavlm": 8}
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys")  # PEFT reads it all the same
@@ -163,8 +177,15 @@ def test_peft_changes_every_layer_that_was_extracted(tmp_path, name):
     made = covmerge.extract(tmp_path / "base", tmp_path / "expert", tmp_path / "lora", rank=99)
     factors = load_file(tmp_path / "lora" / "adapter_model.safetensors")
     assert not [note for note in made.notes if "roles come from name rules" in note]
-    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "lora")
-    found, wanted = model.merge_and_unload().state_dict(), expert.state_dict()
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "lora").eval()
+    given = torch.arange(2, 14).reshape(2, 6)
+    if name == "wavlm":
+        given = torch.randn(2, 400)
+    with torch.no_grad():
+        there = model(given).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(there, merged(given).logits, rtol=1e-4, atol=1e-4)
+    found, wanted = merged.state_dict(), expert.state_dict()
     changed = [n for n, value in base.state_dict().items() if not torch.equal(found[n], value)]
     assert len(changed) == len(factors) / 2 == LAYERS[name]
     for layer in changed:

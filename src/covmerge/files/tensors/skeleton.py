@@ -48,9 +48,15 @@ _CALLS_PER_STORED_TENSOR = 20
 # transformers copies each key some ten times; ImageNet-21k's labels, in both directions, are 44,000.
 _MOST_KEYS = 50_000
 
-# Fused kernels use the weights of these layers without calling the layer.
-_REFUSED_BY_PEFT = re.compile(
+# The weights of these layers are used without calling the layer, by fused kernels or by transformers. PEFT
+# refuses the first, and the others' adapters change no output until they are merged.
+_NOT_CALLED = re.compile(
     r"^(falcon_h1|falcon_mamba|mamba2?|nemotron_h)\..*\.(out_proj|conv1d)$"
+    r"|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
+    r"|^wavlm\..*\.attention\.([qkv]|out)_proj$"
+    r"|^dab-detr\..*\.k_linear$"
+    r"|^longcat_flash\..*\.router\.classifier$"
+    r"|^mobilebert\..*\.predictions\.(decoder|dense)$"
 )
 
 
@@ -311,7 +317,7 @@ def _slots(model: Any) -> dict[str, Place]:
             kind = kind_of_parameter(module, leaf, parameter, is_output=module is output)
             # Tables of positions are seldom called as layers.
             aside = kind.role is Role.EMBEDDING and module is not entry
-            if aside or _REFUSED_BY_PEFT.search(f"{model.config.model_type}.{path}"):
+            if aside or _NOT_CALLED.search(f"{model.config.model_type}.{path}"):
                 kind = replace(kind, takes_factors=False)
             # By the ends and beginnings of paths, as transformers' quantisers exclude modules.
             if path.endswith(full) or any(path.startswith(f"{name}.") for name in full):
