@@ -92,41 +92,28 @@ AVERAGED = Counted(
 
 @dataclass(frozen=True)
 class AceDiagnostics(Diagnostics):
-    """ACE's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        averaged: the number of experts whose estimate tells nothing.
-        gamma: γ (Eq. 7); infinite at its pole, which is null in JSON.
-        gate_fired: whether γ > τ put the experts on one scale.
-        route: primal or dual sums; this and the following fields are None if no expert was in the sums.
-        spread: the scale-free γ.
-        ridge_share: the largest ratio of ε to an expert in the expert's covariance.
-        rcond: reciprocal condition number of the system.
-        precision: dtype of the sums and the solve.
-        jitter: what the factorisation added to the diagonal.
-        below_rounding: the number of directions of the inputs left out as rounding of stored weights.
-        k: the number of refined directions; this and the following fields are None if none were refined.
-        rank: the numerical rank of the refined matrix.
-        sigma_iso: the new singular value of the refined directions (Eq. 19).
-    """
+    """ACE's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (GATE, RIDGE, LEFT_OUT, JITTER, UNCHANGED, AVERAGED)
 
-    unchanged: int = 0
-    averaged: int = 0
-    gamma: float = 0.0
-    gate_fired: bool = False
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    averaged: int = 0  # the number of experts whose estimate tells nothing
+    gamma: float = 0.0  # γ (Eq. 7); infinite at its pole, which is null in JSON
+    gate_fired: bool = False  # whether γ > τ put the experts on one scale
+    # primal or dual sums; this and the following fields are None if no expert was in the sums
     route: str | None = None
-    spread: float | None = None
+    spread: float | None = None  # the scale-free γ
+    # the largest ratio of ε to an expert in the expert's covariance
     ridge_share: float | None = None
-    rcond: float | None = None
-    precision: str | None = None
-    jitter: float | None = None
+    rcond: float | None = None  # reciprocal condition number of the system
+    precision: str | None = None  # dtype of the sums and the solve
+    jitter: float | None = None  # what the factorisation added to the diagonal
+    # the number of directions of the inputs left out as rounding of stored weights
     below_rounding: int = 0
+    # the number of refined directions; this and the following fields are None if none were refined
     k: int | None = None
-    rank: int | None = None
-    sigma_iso: float | None = None
+    rank: int | None = None  # the numerical rank of the refined matrix
+    sigma_iso: float | None = None  # the new singular value of the refined directions (Eq. 19)
 
     @property
     def fired(self) -> bool:

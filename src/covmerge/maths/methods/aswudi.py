@@ -42,21 +42,15 @@ CutOffAt = Annotated[
 
 @dataclass(frozen=True)
 class FilterDiagnostics(Diagnostics):
-    """ASWUDI's and SWUDI's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        route: primal or dual sums; this and the following fields are None if no expert changed the matrix.
-        rank: the number of eigenvalues of ΣĈ_t above the cut-off.
-        k: the number of directions along which the minimum is taken.
-    """
+    """ASWUDI's and SWUDI's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # primal or dual sums; this and the following fields are None if no expert changed the matrix
     route: str | None = None
-    rank: int | None = None
-    k: int | None = None
+    rank: int | None = None  # the number of eigenvalues of ΣĈ_t above the cut-off
+    k: int | None = None  # the number of directions along which the minimum is taken
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

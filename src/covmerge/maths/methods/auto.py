@@ -25,16 +25,13 @@ from covmerge.maths.methods.summaries import UNCHANGED, Median
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of `auto`; docs/auto.md says what happens with other values.
+    """The constants of `auto`; docs/auto.md says what happens with other values."""
 
-    Attributes:
-        ridge: ridge of the regression, as a share of the mean eigenvalue of ΣC_t, where the mean weighs
-            each eigenvalue by its size.
-        faint: a direction of this share of the mean singular value, weighed likewise, is raised to 0.7 of
-            the others' length. Weaker directions are raised less, so that noise does not become as long.
-    """
-
+    # ridge of the regression, as a share of the mean eigenvalue of ΣC_t, where the mean weighs each
+    # eigenvalue by its size
     ridge: float = 0.1
+    # a direction of this share of the mean singular value, weighed likewise, is raised to 0.7 of
+    # the others' length. Weaker directions are raised less, so that noise does not become as long
     faint: float = 0.01
 
 
@@ -46,22 +43,16 @@ FLAT_SHARE = Median("flat_share", "h, flat share", "{numbers}, the rest is the r
 
 @dataclass(frozen=True)
 class AutoDiagnostics(Diagnostics):
-    """`auto`'s diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        unlike_experts: N, the number of experts without a common direction that are equivalent to these.
-        flat_share: h, the share of the flat spectrum in the merge.
-        length_share: s, the factor on the length of the merge.
-        agreement: cosine between the updates of the regression and of the flat spectrum.
-    """
+    """`auto`'s diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (FLAT_SHARE, UNCHANGED)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # N, the number of experts without a common direction that are equivalent to these
     unlike_experts: float | None = None
-    flat_share: float | None = None
-    length_share: float | None = None
+    flat_share: float | None = None  # h, the share of the flat spectrum in the merge
+    length_share: float | None = None  # s, the factor on the length of the merge
+    # cosine between the updates of the regression and of the flat spectrum
     agreement: float | None = None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
@@ -161,19 +152,13 @@ def auto(group: LinearGroup) -> Merged:
 
 @dataclass(frozen=True)
 class _Alike:
-    """The likeness of the updates, and numbers that depend on it.
+    """The likeness of the updates, and numbers that depend on it."""
 
-    Attributes:
-        weights: w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. The weight of a zero update changes no other weight.
-        experts: N.
-        shortening: κ.
-        one: the length of one expert, Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖.
-    """
-
+    # w_t, such that Σ w_t‖Δ_t‖ = Σ‖Δ_t‖. The weight of a zero update changes no other weight
     weights: tuple[float, ...]
-    experts: float
-    shortening: float
-    one: float
+    experts: float  # N
+    shortening: float  # κ
+    one: float  # the length of one expert, Σ w_t‖Δ_t‖² / Σ w_t‖Δ_t‖
 
     @classmethod
     def of(cls, active: Active) -> _Alike:

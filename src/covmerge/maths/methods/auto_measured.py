@@ -52,21 +52,13 @@ _FAR = 1e60  # largest length ratio; larger ones make no difference
 
 @dataclass(frozen=True)
 class Counted:
-    """The experts that changed a layer, and the weight of each.
+    """The experts that changed a layer, and the weight of each."""
 
-    Attributes:
-        group: the group with all experts.
-        active: the experts that changed the layer.
-        bounds: b_t.
-        shares: s_t, float64.
-        used: ω_t `(T,)`, float64, the share of the layer's directions that each update uses.
-    """
-
-    group: LinearGroup
-    active: Active
-    bounds: list[float]
-    shares: Tensor
-    used: Tensor
+    group: LinearGroup  # the group with all experts
+    active: Active  # the experts that changed the layer
+    bounds: list[float]  # b_t
+    shares: Tensor  # s_t, float64
+    used: Tensor  # ω_t `(T,)`, float64, the share of the layer's directions that each update uses
 
     @classmethod
     def of(cls, group: LinearGroup) -> Counted | None:
@@ -146,17 +138,12 @@ class Counted:
 
 @dataclass(frozen=True)
 class Likeness:
-    """The likeness of the experts' updates on the inputs.
+    """The likeness of the experts' updates on the inputs."""
 
-    Attributes:
-        lengths: ‖Δ_tC₀^½‖ `(T,)`, float64.
-        experts: N, the number of experts without a common direction that are equivalent to these.
-        agreement: Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), at most 1.
-    """
-
-    lengths: Tensor
+    lengths: Tensor  # ‖Δ_tC₀^½‖ `(T,)`, float64
+    # N, the number of experts without a common direction that are equivalent to these
     experts: float
-    agreement: float
+    agreement: float  # Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), at most 1
 
     @classmethod
     def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
@@ -178,19 +165,12 @@ class Likeness:
 
 @dataclass(frozen=True)
 class Flattening:
-    """The factors of λ (K + τ²I)^(−q/2) on the directions of the outputs.
+    """The factors of λ (K + τ²I)^(−q/2) on the directions of the outputs."""
 
-    Attributes:
-        lift: the factors of R's directions `(k,)`, without λ.
-        scale: λ.
-        unseen: the factor of directions outside C₀'s range, with λ.
-        diagnostics: the facts about this step.
-    """
-
-    lift: Tensor
-    scale: float
-    unseen: float
-    diagnostics: EqualisedMeasured
+    lift: Tensor  # the factors of R's directions `(k,)`, without λ
+    scale: float  # λ
+    unseen: float  # the factor of directions outside C₀'s range, with λ
+    diagnostics: EqualisedMeasured  # the facts about this step
 
 
 def flattening(

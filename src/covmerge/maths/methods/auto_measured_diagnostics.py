@@ -33,19 +33,12 @@ class _Inputs(Summary):
 
 @dataclass(frozen=True)
 class _Less(Summary):
-    """Summary of experts for which a fact is below 0.9 in tensors that they changed.
+    """Summary of experts for which a fact is below 0.9 in tensors that they changed."""
 
-    Attributes:
-        fact: the name of a fact that has a number per expert.
-        total: its name in the totals.
-        label: the label of its row.
-        why: the text behind the experts.
-    """
-
-    fact: str
-    total: str
-    label: str
-    why: str
+    fact: str  # the name of a fact that has a number per expert
+    total: str  # its name in the totals
+    label: str  # the label of its row
+    why: str  # the text behind the experts
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         return {self.total: {e: [*names] for e, names in self._found(diagnostics).items()}}
@@ -107,28 +100,7 @@ LENGTHENING = Median("lengthening", "λ, length", "{numbers} times that of least
 
 @dataclass(frozen=True)
 class EqualisedMeasured(Diagnostics):
-    """`auto_measured`'s diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        shares: s_t of every expert: 1 for one as long as the others, 0 for one that did not change the
-            matrix.
-        bounds: b_t of every expert: 1 for one as long as the others, less for one that is many times as
-            long, 0 for one that did not change the matrix.
-        inputs_known: whether data reached what was changed.
-        unlike_experts: N, the number of experts without a common direction that are equivalent to these.
-        directions_in_use: φ, the share of the layer's directions that the experts use; this and the
-            following fields are None if nothing was left after least squares.
-        flattening: q, how flat the spectrum was made: 0 not at all, 1 flat.
-        lengthening: the effect of λ: the sum of the outputs' singular values over that of least squares.
-        outputs_length: the length of the merged outputs over that of all updates' outputs, none shortened.
-        uneven_use: η, 0 if all experts use equally many of the layer's directions, 1 if some use all and
-            the others none.
-        towards_least_squares: a, how far the merge went to least squares; None if ‖W₀‖ was not known.
-        unheard: the number of experts whose data did not reach the layer.
-        updates_told: ψ_t of every expert, how much its update counts relative to its inputs; 0 for one that
-            did not change the layer.
-    """
+    """`auto_measured`'s diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (
         OF_EXPERTS,
@@ -144,18 +116,31 @@ class EqualisedMeasured(Diagnostics):
         UNCHANGED,
     )
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # s_t of every expert: 1 for one as long as the others, 0 for one that did not change the matrix
     shares: tuple[float, ...] = ()
+    # b_t of every expert: 1 for one as long as the others, less for one that is many times as long,
+    # 0 for one that did not change the matrix
     bounds: tuple[float, ...] = ()
-    inputs_known: bool = False
+    inputs_known: bool = False  # whether data reached what was changed
+    # N, the number of experts without a common direction that are equivalent to these
     unlike_experts: float | None = None
+    # φ, the share of the layer's directions that the experts use; this and the following fields are
+    # None if nothing was left after least squares
     directions_in_use: float | None = None
-    flattening: float | None = None
+    flattening: float | None = None  # q, how flat the spectrum was made: 0 not at all, 1 flat
+    # the effect of λ: the sum of the outputs' singular values over that of least squares
     lengthening: float | None = None
+    # the length of the merged outputs over that of all updates' outputs, none shortened
     outputs_length: float | None = None
+    # η, 0 if all experts use equally many of the layer's directions, 1 if some use all and the
+    # others none
     uneven_use: float | None = None
+    # a, how far the merge went to least squares; None if ‖W₀‖ was not known
     towards_least_squares: float | None = None
-    unheard: int = 0
+    unheard: int = 0  # the number of experts whose data did not reach the layer
+    # ψ_t of every expert, how much its update counts relative to its inputs; 0 for one that did not
+    # change the layer
     updates_told: tuple[float, ...] = ()
 
     @property

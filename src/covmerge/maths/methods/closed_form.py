@@ -31,23 +31,15 @@ from covmerge.maths.methods.summaries import UNCHANGED
 
 @dataclass(frozen=True)
 class CutOff(Diagnostics):
-    """Diagnostics of a solve with a pseudo-inverse.
-
-    Attributes:
-        route: primal or dual sums.
-        rtol: the cut-off; None: there was none.
-        rank: the number of eigenvalues above the cut-off.
-        solver: the solver of the system, and its bits.
-        unchanged: the number of experts that did not change the matrix.
-    """
+    """Diagnostics of a solve with a pseudo-inverse."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
-    route: str | None = None
-    rtol: float | None = None
-    rank: int | None = None
-    solver: str | None = None
-    unchanged: int | None = None
+    route: str | None = None  # primal or dual sums
+    rtol: float | None = None  # the cut-off; None: there was none
+    rank: int | None = None  # the number of eigenvalues above the cut-off
+    solver: str | None = None  # the solver of the system, and its bits
+    unchanged: int | None = None  # the number of experts that did not change the matrix
 
 
 @dataclass(frozen=True)

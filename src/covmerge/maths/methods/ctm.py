@@ -32,15 +32,10 @@ _ROUNDS = 20  # rounds that plans assume for the bases; adapters mostly take as 
 
 @dataclass(frozen=True)
 class Compressed(Inside):
-    """Diagnostics of the bases, beside those of the method that merged in them.
+    """Diagnostics of the bases, beside those of the method that merged in them."""
 
-    Attributes:
-        rounds: how often both bases were recomputed.
-        share_held: the share of the balanced updates' energy that the bases hold.
-    """
-
-    rounds: int | None = None
-    share_held: float | None = None
+    rounds: int | None = None  # how often both bases were recomputed
+    share_held: float | None = None  # the share of the balanced updates' energy that the bases hold
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -27,24 +27,19 @@ _ROUNDED_APART = 4.0
 
 @dataclass(frozen=True)
 class DcDiagnostics(Diagnostics):
-    """DC-Merge's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        k: the number of triplets that each of the others may keep; this and the following fields are None
-            if there are no others.
-        directions: the number of triplets kept by all together, which is the side of a core.
-        dependent: the number of directions that the experts have nearly in common.
-        arbitrary: the number of directions whose singular value equals another one of their expert, so that
-            they may be rotated; None: there are none.
-    """
+    """DC-Merge's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # the number of triplets that each of the others may keep; this and the following fields are
+    # None if there are no others
     k: int | None = None
+    # the number of triplets kept by all together, which is the side of a core
     directions: int | None = None
-    dependent: int | None = None
+    dependent: int | None = None  # the number of directions that the experts have nearly in common
+    # the number of directions whose singular value equals another one of their expert, so that they
+    # may be rotated; None: there are none
     arbitrary: int | None = None
 
     @property

@@ -15,17 +15,11 @@ from covmerge.maths.methods.registry import AXIS_BOUND, EntryCost, PerEntry, Ref
 
 @dataclass(frozen=True)
 class Masses(Diagnostics):
-    """The sums over a tensor, or some of its rows, that `rescalers` needs. They add up over rows.
+    """The sums over a tensor, or some of its rows, that `rescalers` needs. They add up over rows."""
 
-    Attributes:
-        size: number of entries.
-        expert_mass: Σ|Δ_t| per expert.
-        kept_mass: Σ|m_t ⊙ u| per expert.
-    """
-
-    size: int = 0
-    expert_mass: tuple[float, ...] = ()
-    kept_mass: tuple[float, ...] = ()
+    size: int = 0  # number of entries
+    expert_mass: tuple[float, ...] = ()  # Σ|Δ_t| per expert
+    kept_mass: tuple[float, ...] = ()  # Σ|m_t ⊙ u| per expert
 
 
 @register(

@@ -26,45 +26,29 @@ _EXACT = torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class EssentialDiagnostics(Diagnostics):
-    """ESM's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        unheard: the number of the others whose data did not reach the matrix.
-        k: the number of directions that each of the rest may keep; this and the following fields are None
-            if there is no such expert.
-        directions: the number of directions kept by all together.
-        dependent: the number of common directions, which are left out.
-    """
+    """ESM's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
 
-    unchanged: int = 0
-    unheard: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    unheard: int = 0  # the number of the others whose data did not reach the matrix
+    # the number of directions that each of the rest may keep; this and the following fields are
+    # None if there is no such expert
     k: int | None = None
-    directions: int | None = None
-    dependent: int | None = None
+    directions: int | None = None  # the number of directions kept by all together
+    dependent: int | None = None  # the number of common directions, which are left out
 
 
 @dataclass(frozen=True)
 class _Essential:
-    """The part UUᵀΔ of an update in the principal directions of its outputs; float64.
+    """The part UUᵀΔ of an update in the principal directions of its outputs; float64."""
 
-    Attributes:
-        left: U `(d_out, k)`, orthonormal, by descending energy.
-        right: UᵀΔ `(k, d_in)`.
-        energy: E|uᵀΔz|² `(k,)`.
-        size: ‖Δ‖.
-        off: error of the columns of U due to rounding of the stored weights `(k,)`.
-        floor: upper bound of the error of the rows of UᵀΔ due to rounding.
-    """
-
-    left: Tensor
-    right: Tensor
-    energy: Tensor
-    size: float
-    off: Tensor
-    floor: float
+    left: Tensor  # U `(d_out, k)`, orthonormal, by descending energy
+    right: Tensor  # UᵀΔ `(k, d_in)`
+    energy: Tensor  # E|uᵀΔz|² `(k,)`
+    size: float  # ‖Δ‖
+    off: Tensor  # error of the columns of U due to rounding of the stored weights `(k,)`
+    floor: float  # upper bound of the error of the rows of UᵀΔ due to rounding
 
 
 def _sides(parameters: Parameters) -> Sides:

@@ -26,21 +26,13 @@ from covmerge.maths.methods.registry import Method, Parameters, Sides
 
 @dataclass(frozen=True)
 class MergedFactors:
-    """The merged update as U · core · Qᵀ, and the method's diagnostics.
+    """The merged update as U · core · Qᵀ, and the method's diagnostics."""
 
-    Attributes:
-        left: U, a basis of the left factors and of 𝟏; None: the identity.
-        core: `(p, q)`, float64.
-        right: Q, a basis of the right factors; None: the identity.
-        dtype: the adapters' dtype.
-        stats: the method's diagnostics, as JSON.
-    """
-
-    left: Basis | None
-    core: Tensor
-    right: Basis | None
-    dtype: torch.dtype
-    stats: Mapping[str, Json]
+    left: Basis | None  # U, a basis of the left factors and of 𝟏; None: the identity
+    core: Tensor  # `(p, q)`, float64
+    right: Basis | None  # Q, a basis of the right factors; None: the identity
+    dtype: torch.dtype  # the adapters' dtype
+    stats: Mapping[str, Json]  # the method's diagnostics, as JSON
 
     @property
     def delta(self) -> LowRank:

@@ -20,14 +20,10 @@ _HELD = 2**25  # entries held at once; small tensors are gathered together up to
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor of the whole's size, computed block by block.
+    """A tensor of the whole's size, computed block by block."""
 
-    Attributes:
-        experts: the places of the experts that it is computed from.
-        of: the function `(entries, base, models)` -> a block; `entries` is a slice of the flattened whole.
-    """
-
-    experts: tuple[int, ...]
+    experts: tuple[int, ...]  # the places of the experts that it is computed from
+    # the function `(entries, base, models)` -> a block; `entries` is a slice of the flattened whole
     of: Callable[[slice, Tensor, Sequence[Tensor]], Tensor]
 
 

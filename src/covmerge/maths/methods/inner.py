@@ -42,26 +42,18 @@ InnerRankRatio = Annotated[
 
 @dataclass(frozen=True)
 class Inside(Diagnostics):
-    """Diagnostics of a space, beside those of the method that merged in it.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        components: KnOTS: the number of directions that the experts have together.
-        arbitrary: the number of directions that may be rotated into each other, if that matters; None:
-            none.
-        core: Core Space and CtM: the sides of the cores.
-        dependent: TSV-Merge as the inner method: its `dependent`.
-        short: Core Space: the number of directions of a flat spectrum that may be rounding; None: none.
-    """
+    """Diagnostics of a space, beside those of the method that merged in it."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY, SHORT)
     lengths: ClassVar[tuple[str, ...]] = Flattened.lengths
 
-    unchanged: int = 0
-    components: int | None = None
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    components: int | None = None  # KnOTS: the number of directions that the experts have together
+    # the number of directions that may be rotated into each other, if that matters; None: none
     arbitrary: int | None = None
-    core: tuple[int, int] | None = None
-    dependent: int | None = None
+    core: tuple[int, int] | None = None  # Core Space and CtM: the sides of the cores
+    dependent: int | None = None  # TSV-Merge as the inner method: its `dependent`
+    # Core Space: the number of directions of a flat spectrum that may be rounding; None: none
     short: int | None = None
 
     @property

@@ -44,17 +44,12 @@ Scale = Annotated[float, Field(description="α, factor of the merged update")]
 
 @dataclass(frozen=True)
 class Flattened(Diagnostics):
-    """Diagnostics of a matrix whose spectrum was made flat.
-
-    Attributes:
-        rank: the numerical rank of the sum.
-        sigma: the mean of the sum's singular values.
-    """
+    """Diagnostics of a matrix whose spectrum was made flat."""
 
     lengths: ClassVar[tuple[str, ...]] = ("sigma",)
 
-    rank: int = 0
-    sigma: float | None = None
+    rank: int = 0  # the numerical rank of the sum
+    sigma: float | None = None  # the mean of the sum's singular values
 
 
 class UnsureTasks(Summary):
@@ -79,30 +74,20 @@ UNSURE_TASKS = UnsureTasks()
 
 @dataclass(frozen=True)
 class FlattenedTasks(Diagnostics):
-    """Iso-CTS's diagnostics of one matrix; for a sum that is zero, its rank only.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        rank: the numerical rank of the sum.
-        common: the number of directions common to all tasks.
-        per_task: the number of directions of each task.
-        directions: the number of directions of both kinds.
-        dependent: the number of directions that experts have nearly in common.
-        turned_by: the angle by which rounding of stored weights may turn the weakest direction of a task.
-        sigma: the mean of the singular values.
-    """
+    """Iso-CTS's diagnostics of one matrix; for a sum that is zero, its rank only."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, UNSURE_TASKS)
     lengths: ClassVar[tuple[str, ...]] = ("sigma",)
 
-    unchanged: int | None = None
-    rank: int = 0
-    common: int | None = None
-    per_task: int | None = None
-    directions: int | None = None
-    dependent: int | None = None
+    unchanged: int | None = None  # the number of experts that did not change the matrix
+    rank: int = 0  # the numerical rank of the sum
+    common: int | None = None  # the number of directions common to all tasks
+    per_task: int | None = None  # the number of directions of each task
+    directions: int | None = None  # the number of directions of both kinds
+    dependent: int | None = None  # the number of directions that experts have nearly in common
+    # the angle by which rounding of stored weights may turn the weakest direction of a task
     turned_by: float | None = None
-    sigma: float | None = None
+    sigma: float | None = None  # the mean of the singular values
 
 
 def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

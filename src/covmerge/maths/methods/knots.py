@@ -39,18 +39,13 @@ Concat = Literal["inputs", "outputs"]
 
 @dataclass(frozen=True)
 class Aligned:
-    """All updates in their joint directions: Δ_t = basis · components_t.
+    """All updates in their joint directions: Δ_t = basis · components_t."""
 
-    Attributes:
-        basis: `(d_out, k)`, of the updates' dtype.
-        components: `(k, d_in)` per expert, zero for an expert that did not change the layer.
-        unchanged: the number of experts that did not change the layer.
-        arbitrary: the number of directions that may be rotated, because their singular values are equal.
-    """
-
-    basis: Tensor
+    basis: Tensor  # `(d_out, k)`, of the updates' dtype
+    # `(k, d_in)` per expert, zero for an expert that did not change the layer
     components: tuple[Tensor, ...]
-    unchanged: int
+    unchanged: int  # the number of experts that did not change the layer
+    # the number of directions that may be rotated, because their singular values are equal
     arbitrary: int = 0
 
 

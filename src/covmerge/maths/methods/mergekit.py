@@ -47,17 +47,11 @@ def _kind(settings: Mapping[str, Any]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What decides how many random numbers are drawn for one tensor.
+    """What decides how many random numbers are drawn for one tensor."""
 
-    Attributes:
-        sparsify: the rule by which the tensor is merged.
-        densities: the density of each expert that has the tensor, in order.
-        entries: the tensor's number of entries.
-    """
-
-    sparsify: str
-    densities: Sequence[float]
-    entries: int
+    sparsify: str  # the rule by which the tensor is merged
+    densities: Sequence[float]  # the density of each expert that has the tensor, in order
+    entries: int  # the tensor's number of entries
 
     def numbers(self) -> list[int]:
         """Return how many numbers are drawn for each expert."""

@@ -37,19 +37,12 @@ from covmerge.maths.methods.registry import (
 
 @dataclass(frozen=True)
 class _Way:
-    """Facts about the whole tensor that the computation of its rows needs.
+    """Facts about the whole tensor that the computation of its rows needs."""
 
-    Attributes:
-        sizes: norms of the models, `(T, 1)`.
-        size: norm of the mean of their directions; below ε the mean has no direction.
-        along: ⟨u_t, m⟩, `(T, 1)`.
-        turn: ‖v‖ + ε.
-    """
-
-    sizes: Tensor
-    size: Tensor
-    along: Tensor | None = None
-    turn: Tensor | None = None
+    sizes: Tensor  # norms of the models, `(T, 1)`
+    size: Tensor  # norm of the mean of their directions; below ε the mean has no direction
+    along: Tensor | None = None  # ⟨u_t, m⟩, `(T, 1)`
+    turn: Tensor | None = None  # ‖v‖ + ε
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:

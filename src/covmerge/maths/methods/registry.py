@@ -195,29 +195,19 @@ def generous_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @dataclass(frozen=True)
 class PerEntry:
-    """The cost of one entry of an update.
+    """The cost of one entry of an update."""
 
-    Attributes:
-        flops: number of operations.
-        copies: numbers held beside inputs and result, in the dtype of the computation.
-        bytes: bytes held in other dtypes.
-    """
-
-    flops: float = 0.0
-    copies: int = 0
-    bytes: int = 0
+    flops: float = 0.0  # number of operations
+    copies: int = 0  # numbers held beside inputs and result, in the dtype of the computation
+    bytes: int = 0  # bytes held in other dtypes
 
 
 @dataclass(frozen=True)
 class EntryCost:
-    """The cost model of a method that works entry by entry.
+    """The cost model of a method that works entry by entry."""
 
-    Attributes:
-        each: the cost of an entry of each expert.
-        once: the cost of an entry, whatever the number of experts.
-    """
-
-    each: PerEntry = field(default_factory=PerEntry)
+    each: PerEntry = field(default_factory=PerEntry)  # the cost of an entry of each expert
+    # the cost of an entry, whatever the number of experts
     once: PerEntry = field(default_factory=PerEntry)
 
     def __call__(self, d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -41,19 +41,13 @@ _LAWS = AXIS_BOUND.copies_give(
 
 @dataclass(frozen=True)
 class Factorised(Diagnostics):
-    """Diagnostics of a Cholesky solve.
-
-    Attributes:
-        route: coordinates of the sums, or the reason why there are none.
-        rcond: reciprocal condition number of the system.
-        jitter: what the factorisation added to the diagonal.
-    """
+    """Diagnostics of a Cholesky solve."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (JITTER,)
 
-    route: str | None = None
-    rcond: float | None = None
-    jitter: float | None = None
+    route: str | None = None  # coordinates of the sums, or the reason why there are none
+    rcond: float | None = None  # reciprocal condition number of the system
+    jitter: float | None = None  # what the factorisation added to the diagonal
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:

@@ -34,25 +34,21 @@ _AVERAGED = Counted(
 
 @dataclass(frozen=True)
 class ResDiagnostics(Diagnostics):
-    """ResMerge's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        without_residual: the number of the others whose updates have no more directions than the head.
-        averaged: the number of experts that were averaged, because none of them has a residual.
-        agreement: s_R, the mean cosine of two residuals; this and the following fields are None if there
-            are no residuals.
-        coherence: c_R, the mean cosine of the residuals with their mean direction.
-        head_agreement: s_H, the mean cosine of two heads, with negative cosines counted as zero.
-    """
+    """ResMerge's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, _AVERAGED)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # the number of the others whose updates have no more directions than the head
     without_residual: int = 0
+    # the number of experts that were averaged, because none of them has a residual
     averaged: int | None = None
+    # s_R, the mean cosine of two residuals; this and the following fields are None if there are no
+    # residuals
     agreement: float | None = None
+    # c_R, the mean cosine of the residuals with their mean direction
     coherence: float | None = None
+    # s_H, the mean cosine of two heads, with negative cosines counted as zero
     head_agreement: float | None = None
 
 

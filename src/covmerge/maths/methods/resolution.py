@@ -34,18 +34,14 @@ _OF_CORES = 256  # the least length assumed for products that may have made a sm
 
 @dataclass(frozen=True)
 class Resolution:
-    """The limits below which directions of a group may be rounding.
+    """The limits below which directions of a group may be rounding."""
 
-    Attributes:
-        rtol: √max(d_out, d_in) · eps, eps the larger of the computing dtype's and that of the arithmetic
-            that made the updates.
-        rounding: rounding of the stored weights, per expert (`LinearGroup.rounding`).
-        given: whether the user gave `rtol`, which replaces all other rules.
-    """
-
+    # √max(d_out, d_in) · eps, eps the larger of the computing dtype's and that of the arithmetic
+    # that made the updates
     rtol: float
+    # rounding of the stored weights, per expert (`LinearGroup.rounding`)
     rounding: tuple[Rounding, ...]
-    given: bool = False
+    given: bool = False  # whether the user gave `rtol`, which replaces all other rules
 
     def separated(self, updates: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the updates; if their sizes are far apart, in float64 and cut to their numerical ranks.

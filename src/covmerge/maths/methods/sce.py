@@ -35,17 +35,11 @@ _NO_ENERGY = 1e-6  # a smaller sum of mean squares gives uniform weights; also t
 
 @dataclass(frozen=True)
 class _Selected:
-    """Facts about the whole tensor that the computation of its rows needs.
+    """Facts about the whole tensor that the computation of its rows needs."""
 
-    Attributes:
-        shares: w_t.
-        mask: the entries that are kept, flattened; None: all.
-        width: the number of entries of a row.
-    """
-
-    shares: Tensor
-    mask: Tensor | None
-    width: int
+    shares: Tensor  # w_t
+    mask: Tensor | None  # the entries that are kept, flattened; None: all
+    width: int  # the number of entries of a row
 
     def rows(self, rows: range) -> tuple[Tensor, Tensor | None]:
         """Return the shares, and the mask of some rows."""

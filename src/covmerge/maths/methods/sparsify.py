@@ -40,38 +40,25 @@ Blocks = Callable[[], Iterator[Rows]]  # all rows of an update; each call starts
 
 
 class Limits(NamedTuple):
-    """The range of magnitudes that is kept among some entries.
+    """The range of magnitudes that is kept among some entries."""
 
-    Attributes:
-        stop: the place behind these entries; they start where the entries before them stop.
-        least: the least kept magnitude, in float32.
-        most: the largest kept magnitude.
-
-    """
-
-    stop: float
-    least: float
-    most: float
+    stop: float  # the place behind these entries; they start where the entries before them stop
+    least: float  # the least kept magnitude, in float32
+    most: float  # the largest kept magnitude
 
 
 @dataclass(frozen=True)
 class KeptEntries:
-    """The entries of a tensor that a rule keeps.
+    """The entries of a tensor that a rule keeps."""
 
-    Attributes:
-        limits: ranges of kept magnitudes, for all places; they differ if only some equal magnitudes are
-            kept.
-        mask: one bit per entry, if magnitudes do not decide (`covmerge.maths.linalg.masks`); else None.
-        factor: the number that multiplies the kept entries, of `dtype`; None: they are not scaled.
-        dtype: the dtype of this multiplication; None: the update's.
-        width: the number of entries of a row.
-    """
-
+    # ranges of kept magnitudes, for all places; they differ if only some equal magnitudes are kept
     limits: tuple[Limits, ...] = (Limits(inf, 0.0, inf),)
+    # one bit per entry, if magnitudes do not decide (`covmerge.maths.linalg.masks`); else None
     mask: Tensor | None = None
+    # the number that multiplies the kept entries, of `dtype`; None: they are not scaled
     factor: Tensor | None = None
-    dtype: torch.dtype | None = None
-    width: int = 1
+    dtype: torch.dtype | None = None  # the dtype of this multiplication; None: the update's
+    width: int = 1  # the number of entries of a row
 
     def rows(self, rows: range) -> KeptEntries:
         """Return the kept entries of some rows."""

@@ -27,16 +27,12 @@ _ROUNDED = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Routed(Diagnostics):
-    """SSR-Merge's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        rank: the number of directions of z along which the system was solved; None: no system was solved.
-    """
+    """SSR-Merge's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED,)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # the number of directions of z along which the system was solved; None: no system was solved
     rank: int | None = None
 
 

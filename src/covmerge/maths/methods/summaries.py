@@ -51,15 +51,10 @@ class Jitter(Summary):
 
 @dataclass(frozen=True)
 class Counted(Summary):
-    """A note about a count.
+    """A note about a count."""
 
-    Attributes:
-        fact: the name of the fact that is counted.
-        text: a note with places for `{count}`, `{tensors}` and their `{names}`.
-    """
-
-    fact: str
-    text: str
+    fact: str  # the name of the fact that is counted
+    text: str  # a note with places for `{count}`, `{tensors}` and their `{names}`
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
         """Return the note if the count is not 0."""
@@ -72,21 +67,13 @@ class Counted(Summary):
 
 @dataclass(frozen=True)
 class Median(Summary):
-    """The median of a fact over the matrices, with its range.
+    """The median of a fact over the matrices, with its range."""
 
-    Attributes:
-        fact: the name of the fact.
-        label: the label of its row.
-        text: the text of its row, with a place for `{numbers}`.
-        form: the format of a number.
-        least: the row is left out if the median is not larger than this.
-    """
-
-    fact: str
-    label: str
-    text: str
-    form: str = ".2f"
-    least: float = -inf
+    fact: str  # the name of the fact
+    label: str  # the label of its row
+    text: str  # the text of its row, with a place for `{numbers}`
+    form: str = ".2f"  # the format of a number
+    least: float = -inf  # the row is left out if the median is not larger than this
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
         """Return the median."""

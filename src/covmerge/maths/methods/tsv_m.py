@@ -22,20 +22,14 @@ from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
 
 @dataclass(frozen=True)
 class Triplets:
-    """The leading triplets of the experts that changed a layer, in their order.
+    """The leading triplets of the experts that changed a layer, in their order."""
 
-    Attributes:
-        unchanged: the number of experts that did not change the layer.
-        k: the number of triplets that each expert may keep; None: there are no experts.
-        parts: for each expert, the triplets of its k largest singular values and those equal to the last,
-            up to its numerical rank.
-        weights: w_t.
-    """
-
-    unchanged: int
-    k: int | None
+    unchanged: int  # the number of experts that did not change the layer
+    k: int | None  # the number of triplets that each expert may keep; None: there are no experts
+    # for each expert, the triplets of its k largest singular values and those equal to the last, up
+    # to its numerical rank
     parts: tuple[TruncatedSvd, ...]
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # w_t
 
 
 def leading_triplets(group: LinearGroup, known: Resolution, *, lossless: bool = False) -> Triplets:
@@ -105,22 +99,16 @@ def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, total: int) 
 
 @dataclass(frozen=True)
 class TsvDiagnostics(Diagnostics):
-    """TSV-Merge's diagnostics of one matrix.
-
-    Attributes:
-        unchanged: the number of experts that did not change the matrix.
-        k: the number of triplets that each of the others may keep; this and the following fields are None
-            if there are no others.
-        directions: the number of triplets kept by all together.
-        dependent: the number of directions that the experts have nearly in common.
-    """
+    """TSV-Merge's diagnostics of one matrix."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT)
 
-    unchanged: int = 0
+    unchanged: int = 0  # the number of experts that did not change the matrix
+    # the number of triplets that each of the others may keep; this and the following fields are
+    # None if there are no others
     k: int | None = None
-    directions: int | None = None
-    dependent: int | None = None
+    directions: int | None = None  # the number of triplets kept by all together
+    dependent: int | None = None  # the number of directions that the experts have nearly in common
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = False) -> Cost:

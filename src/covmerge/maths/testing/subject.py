@@ -83,17 +83,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Case:
-    """Random updates of usual sizes, float64.
+    """Random updates of usual sizes, float64."""
 
-    Attributes:
-        shape: shape of each update.
-        count: number of experts; their norms spread over a factor of 3.
-        seed: seed of the random numbers.
-    """
-
-    shape: tuple[int, int]
-    count: int = 4
-    seed: int = 3
+    shape: tuple[int, int]  # shape of each update
+    count: int = 4  # number of experts; their norms spread over a factor of 3
+    seed: int = 3  # seed of the random numbers
 
     @cached_property
     def updates(self) -> list[Tensor]:
