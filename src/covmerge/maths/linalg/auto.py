@@ -26,7 +26,7 @@ the route that is taken. Kernels ask for it where a shape decides, plans add up 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,6 +78,20 @@ class Cost:
             self.workspace + other.workspace,
             self.eigen + other.eigen,
         )
+
+    def times(self, count: float) -> Cost:
+        """Return the cost of doing this again and again, in the memory of once."""
+        return Cost(count * self.flops, self.workspace, count * self.eigen)
+
+    def then(self, *others: Cost) -> Cost:
+        """Return the cost of one work after the other, in the memory of the largest.
+
+        Example:
+            >>> Cost(3.0, 10).then(Cost(1.0, 20)) + Cost(0.0, 5)
+            Cost(flops=4.0, workspace=25, eigen=0.0)
+        """
+        most = max(self.workspace, *(other.workspace for other in others))
+        return replace(sum(others, self), workspace=most)
 
 
 @dataclass(frozen=True)
@@ -298,7 +312,7 @@ def pinv_cost(d_out: int, d_in: int, count: int) -> Cost:
     side = count * d_out if choice.taken == "dual" else d_in
     sums = sums_cost(choice.taken, d_out, d_in, count, 8)
     eigen = inverse_choice(side, d_out).routes["eigen64"]
-    return Cost(FLOAT64 * sums.flops, sums.workspace) + eigen
+    return sums.times(FLOAT64) + eigen
 
 
 def eigh_cost(side: int, device: str = "cpu") -> Cost:
@@ -340,20 +354,15 @@ def metric_cost(d_out: int, d_in: int, itemsize: int) -> Cost:
 
     FLOPs are those for a C with a Cholesky factor, memory is that for a singular C.
     """
-    matrix, inputs = d_out * d_in, d_in * d_in
-    root = FLOAT64 * d_in**3 / 3
+    matrix = d_out * d_in
+    root = Cost(FLOAT64 * d_in**3 / 3, d_in * d_in * (8 + itemsize))
     if d_out <= d_in and itemsize != torch.float64.itemsize:
         products = 1.0 * matrix * d_in + FLOAT64 * symmetric_cost(d_in, d_out)
         spectrum = eigh_cost(d_out) + Cost(products, 2 * matrix * 8)
-        held = inputs * (8 + itemsize)
-        return Cost(root + 2 * spectrum.flops, spectrum.workspace + held, 2 * spectrum.eigen)
+        return root + spectrum.times(2)
     spectrum = svd_cost(d_out, d_in, min(d_out, d_in), itemsize)
-    return Cost(
-        root + 2 * (spectrum.flops + 1.0 * matrix * d_in),
-        max(eigh_cost(d_in).workspace, spectrum.workspace + matrix * itemsize)
-        + inputs * (8 + itemsize),
-        2 * spectrum.eigen,
-    )
+    spectrum += Cost(1.0 * matrix * d_in, matrix * itemsize)
+    return root + spectrum.times(2).then(Cost(0.0, eigh_cost(d_in).workspace))
 
 
 def dots_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
@@ -386,11 +395,7 @@ def polar_cost(d_out: int, d_in: int, k: int, itemsize: int, *, apart: int = 0) 
     products += 2.0 * k * d_in * (min(d_in, k) + d_out)
     # The vectors, the stack of them, and its polar factor, of which the solver has a copy.
     held = 4 * k * (d_out + d_in) * itemsize
-    return Cost(
-        left.flops + right.flops + products,
-        max(left.workspace, right.workspace) + held,
-        left.eigen + right.eigen,
-    )
+    return left.then(right) + Cost(products, held)
 
 
 def _cheapest(routes: Mapping[str, Cost]) -> str:

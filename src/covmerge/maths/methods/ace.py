@@ -103,30 +103,20 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side = min(d_out, d_in)
     matrix = d_out * d_in * itemsize
     route = system_choice(d_out, d_in, count, itemsize).taken
-    sums = sums_cost(route, d_out, d_in, count, itemsize)
-    solve = solve_cost(route, d_out, d_in, count, itemsize)
-    # Badly conditioned systems are formed and solved again in float64: memory counts that, the usual time
-    # does not.
-    exact = sums_cost(route, d_out, d_in, count, 8), solve_cost(route, d_out, d_in, count, 8)
-    spectrum = eigh_cost(side)
+    usual, exact = (
+        sums_cost(route, d_out, d_in, count, size) + solve_cost(route, d_out, d_in, count, size)
+        for size in (itemsize, 8)
+    )
     residual_flops = 2.0 * d_out * d_in * d_in
     # The test for amplified rounding, which is done for experts from files.
     rounding_flops = 2.0 * count * side * d_out * d_in
-    spectrum_flops = 4.0 * side * d_out * d_in
-    # The sums are held during the solve but not during the spectrum; residual and W̄_pre during both.
-    return Cost(
-        sums.flops
-        + residual_flops
-        + rounding_flops
-        + solve.flops
-        + spectrum.flops
-        + spectrum_flops,
-        max(
-            3 * d_out * d_in * 8 + exact[0].workspace + exact[1].workspace,
-            4 * matrix + spectrum.workspace,
-        ),
-        spectrum.eigen,
+    # Badly conditioned systems are formed and solved again in float64: memory counts that, the usual time
+    # does not.
+    solved = Cost(
+        usual.flops + residual_flops + rounding_flops, 3 * d_out * d_in * 8 + exact.workspace
     )
+    # The sums are held during the solve but not during the spectrum; residual and W̄_pre during both.
+    return solved.then(eigh_cost(side) + Cost(4.0 * side * d_out * d_in, 4 * matrix))
 
 
 @register(

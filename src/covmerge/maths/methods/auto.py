@@ -70,13 +70,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     sums = sums_cost(route, d_out, d_in, count, itemsize)
     solve = solve_cost(route, d_out, d_in, count, itemsize)
     side, matrix = min(d_out, d_in), d_out * d_in
-    spectrum = svd_cost(d_out, d_in, side, itemsize)
-    return Cost(
-        sums.flops + solve.flops + spectrum.flops + 2.0 * (side + count**2) * matrix,
-        max(sums.workspace + solve.workspace, spectrum.workspace + matrix * itemsize)
-        + 2 * matrix * itemsize,
-        spectrum.eigen,
-    )
+    products = Cost(2.0 * (side + count**2) * matrix, matrix * itemsize)
+    spectrum = svd_cost(d_out, d_in, side, itemsize) + products
+    return (sums + solve).then(spectrum) + Cost(0.0, 2 * matrix * itemsize)
 
 
 @register(

@@ -277,26 +277,12 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve = (
         (1 + count) * d_in**3 / 3 + 2.0 * d_out * d_in * d_in + count * symmetric_cost(d_out, d_in)
     )
-    spectra, dots = (
-        metric_cost(d_out, d_in, itemsize),
-        dots_cost(d_out, d_in, count, itemsize),
-    )
-    system = (5 * d_in * d_in + 4 * d_out * d_in) * 8
-    return Cost(
-        sums.flops
-        + solve
-        + spectra.flops
-        + dots.flops
-        + count * (symmetric_cost(most, least) + least**3 / 3)
-        + 4.0 * d_out * d_in * least,
-        max(
-            sums.workspace + system,
-            2 * d_out * d_in * itemsize
-            + d_in * d_in * (8 + itemsize)
-            + max(spectra.workspace + d_out * d_in * itemsize, dots.workspace),
-        ),
-        spectra.eigen,
-    )
+    used = count * (symmetric_cost(most, least) + least**3 / 3)
+    system = Cost(solve + used, (5 * d_in * d_in + 4 * d_out * d_in) * 8)
+    matrix = d_out * d_in
+    spectra = metric_cost(d_out, d_in, itemsize) + Cost(4.0 * matrix * least, matrix * itemsize)
+    held = Cost(0.0, 2 * matrix * itemsize + d_in * d_in * (8 + itemsize))
+    return (sums + system).then(spectra.then(dots_cost(d_out, d_in, count, itemsize)) + held)
 
 
 @register(

@@ -17,11 +17,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, rank_ratio: float
     matrix, side = d_out * d_in, min(d_out, d_in)
     k = max(1, int(rank_ratio * side))
     each = leading_cost(d_out, d_in, k, itemsize)
-    flops = each.flops + 2.0 * matrix * k
     # Average, residual and scaled U_k; equal singular values may make k as large as the side.
     held = (2 * matrix + (2 * d_out + d_in) * side) * itemsize
-    flops = count * flops + 2.0 * count * matrix
-    return Cost(flops, each.workspace + held, count * each.eigen)
+    return (each + Cost(2.0 * matrix * (k + 1), held)).times(count)
 
 
 @register(

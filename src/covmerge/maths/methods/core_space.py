@@ -44,15 +44,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, inner: str = "tsv
     factors = count * side * (d_out + d_in) * itemsize
     bases = (d_out**2 + d_in**2) * 8
     cores = (count * itemsize + 8 + 8) * d_out * d_in
-    return Cost(
-        count * each.flops + left.flops + right.flops + products + inside.flops,
-        max(
-            factors + each.workspace,
-            factors + bases + max(left.workspace, right.workspace),
-            bases + cores + inside.workspace,
-        ),
-        count * each.eigen + left.eigen + right.eigen + inside.eigen,
-    )
+    in_bases = left.then(right) + Cost(0.0, bases)
+    of_factors = each.times(count).then(in_bases) + Cost(0.0, factors)
+    return of_factors.then(inside + Cost(products, bases + cores))
 
 
 def _replicas(parameters: Parameters, count: int) -> float | None:

@@ -45,21 +45,10 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     coordinates = FLOAT64 * 2.0 * d_out * d_in * (d_out + d_in) * count
     projections = FLOAT64 * 4.0 * d_out * d_in * _RANK * count
     bases = [svd_cost(d, count * _RANK, _RANK, 8) for d in (d_out, d_in)]
+    rounds = Cost(projections, 0).then(*bases).times(_ROUNDS)
     updates = count * d_out * d_in
-    return Cost(
-        left.flops
-        + right.flops
-        + coordinates
-        + _ROUNDS * (projections + bases[0].flops + bases[1].flops),
-        updates * itemsize
-        + (d_out**2 + d_in**2) * 8
-        + max(
-            left.workspace,
-            right.workspace,
-            (updates + 5 * d_out * d_in) * 8 + max(each.workspace for each in bases),
-        ),
-        left.eigen + right.eigen + _ROUNDS * sum(each.eigen for each in bases),
-    )
+    rounds += Cost(coordinates, (updates + 5 * d_out * d_in) * 8)
+    return left.then(right, rounds) + Cost(0.0, updates * itemsize + (d_out**2 + d_in**2) * 8)
 
 
 @register(

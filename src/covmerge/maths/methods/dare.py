@@ -65,7 +65,7 @@ _COST = EntryCost(PerEntry(42), PerEntry(copies=2, bytes=4 + 4))
 def _ties_cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     draw, elect = (cost(d_out, d_in, count, itemsize) for cost in (_DRAW_COST, ELECT_COST))
     sparse = count * d_out * d_in * itemsize
-    return Cost(draw.flops + elect.flops, sparse + max(draw.workspace, elect.workspace))
+    return draw.then(elect) + Cost(0.0, sparse)
 
 
 @register(

@@ -54,7 +54,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     products = 2.0 * side * side * (2 * (d_out + d_in) + side)
     # A core and its temporaries; the kept blocks of all experts, which have as many entries, and theirs.
     cores = 5 * side * side * itemsize
-    return Cost(triplets.flops + products, triplets.workspace + cores, triplets.eigen)
+    return triplets + Cost(products, cores)
 
 
 @register(

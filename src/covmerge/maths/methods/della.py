@@ -22,7 +22,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # numbers and the mask.
     sample = size * (3 * itemsize + 2 * 8 + 4 + 1)
     flops = count * size * (60.0 + 4.0 * max(1, d_in).bit_length())
-    return Cost(flops + elect.flops, count * size * itemsize + max(sample, elect.workspace))
+    return elect.then(Cost(flops, sample)) + Cost(0.0, count * size * itemsize)
 
 
 @register(

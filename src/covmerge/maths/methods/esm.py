@@ -61,15 +61,14 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     directions = min(max(d_out, count), count * side)
     each = svd_cost(d_out, d_in, side, itemsize)
     energies = FLOAT64 * 2.0 * side * (d_in * d_in + d_in * side + side * (d_out + d_in))
-    sides = svd_cost(d_out, directions, directions, 8), svd_cost(directions, d_in, directions, 8)
-    flops = count * (each.flops + energies + eigh_cost(side).flops)
-    flops += sum(one.flops for one in sides) + 2.0 * FLOAT64 * directions * d_out * d_in
     # A Gram matrix in float64 and its product, U, UᵀΔ, and the triplets of the update.
-    one_update = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8 + eigh_cost(side).workspace
-    held = 4 * directions * (d_out + d_in) * 8
-    last = max(one.workspace for one in sides) + d_out * d_in * 8
-    eigen = count * (each.eigen + eigh_cost(side).eigen) + sum(one.eigen for one in sides)
-    return Cost(flops, held + max(each.workspace, one_update, last), eigen)
+    held = (d_in * d_in + 2 * side * (d_out + 2 * d_in)) * 8
+    each = each.then(eigh_cost(side) + Cost(energies, held))
+    left, right = (
+        svd_cost(*shape, directions, 8) for shape in ((d_out, directions), (directions, d_in))
+    )
+    joined = left.then(right) + Cost(2.0 * FLOAT64 * directions * d_out * d_in, d_out * d_in * 8)
+    return each.times(count).then(joined) + Cost(0.0, 4 * directions * (d_out + d_in) * 8)
 
 
 @register(

@@ -92,10 +92,8 @@ class FlattenedTasks(Diagnostics):
 
 def _cost_of_sum(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     side = min(d_out, d_in)
-    spectrum = svd_cost(d_out, d_in, side, itemsize)
-    products = 2.0 * d_out * d_in * (count + side)
-    workspace = spectrum.workspace + d_out * d_in * itemsize
-    return Cost(spectrum.flops + products, workspace, spectrum.eigen)
+    products = Cost(2.0 * d_out * d_in * (count + side), d_out * d_in * itemsize)
+    return svd_cost(d_out, d_in, side, itemsize) + products
 
 
 def _cost_with_tasks(
@@ -114,12 +112,8 @@ def _cost_with_tasks(
     together = polar_cost(d_out, d_in, directions, itemsize, apart=c)
     # The vectors of the sum are held throughout, those of a task until the next.
     whole = side * (d_out + d_in) * itemsize
-    task = (directions * (d_out + d_in) + (d_out + side) * d_in) * itemsize + each.workspace
-    return Cost(
-        common.flops + count * (project + each.flops) + together.flops,
-        max(common.workspace, whole + max(task, together.workspace)),
-        common.eigen + count * each.eigen + together.eigen,
-    )
+    task = Cost(project, (directions * (d_out + d_in) + (d_out + side) * d_in) * itemsize)
+    return common.then((each + task).times(count).then(together) + Cost(0.0, whole))
 
 
 @register(

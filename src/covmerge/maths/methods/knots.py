@@ -58,11 +58,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # U in both dtypes and the components stay; one update and its components are in float64 at a time.
     held = d_out * rank * (8 + itemsize) + count * rank * d_in * itemsize
     one_update = (d_out + rank) * d_in * 8
-    return Cost(
-        basis.flops + products + within.flops,
-        max(basis.workspace, held + max(one_update, within.workspace)),
-        basis.eigen,
-    )
+    return basis.then(within.then(Cost(products, one_update)) + Cost(0.0, held))
 
 
 def _sides(parameters: Parameters) -> Sides:

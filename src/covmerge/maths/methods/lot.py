@@ -22,7 +22,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     del itemsize  # float64 throughout
     sums = measured_equations_cost(d_out, d_in, count, 8)
     back = Cost(FLOAT64 * 4.0 * d_out * d_in * d_in, 2 * d_out * d_in * 8)
-    return Cost(FLOAT64 * sums.flops, sums.workspace) + eigh_cost(d_in) + back
+    return sums.times(FLOAT64) + eigh_cost(d_in) + back
 
 
 @register(

@@ -56,10 +56,10 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, head_rank: int = 
     k, matrix = min(head_rank, d_out, d_in), d_out * d_in
     each = leading_cost(d_out, d_in, k, itemsize)
     heads = count * k * (d_out + d_in) * itemsize
-    flops = count * (each.flops + 2.0 * matrix * (2 * FLOAT64 * k + k + count + 2))
     # The residuals, the last one in float64; later the multiplied-out heads, and both sums.
     residuals = (count * itemsize + 3 * 8) * matrix
-    return Cost(flops, heads + max(each.workspace, residuals), count * each.eigen)
+    each = each.then(Cost(2.0 * matrix * (2 * FLOAT64 * k + k + count + 2), residuals))
+    return each.times(count) + Cost(0.0, heads)
 
 
 @register(

@@ -45,17 +45,9 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     sums = 2.0 * count * (2.0 * d_in * d_in + short * (d_in + d_out)) * d_in
     back = 2.0 * (d_in + 2.0 * d_out) * d_in * d_in
     square, rows = d_in * d_in * 8, d_out * d_in * 8
-    return Cost(
-        count * each.flops + FLOAT64 * (folds + sums + back) + eigh_cost(d_in).flops,
-        factors
-        + max(
-            each.workspace,
-            4 * square + 3 * short * d_in * 8,
-            4 * square + 3 * rows,
-            2 * square + rows + eigh_cost(d_in).workspace,
-        ),
-        count * each.eigen + eigh_cost(d_in).eigen,
-    )
+    system = Cost(FLOAT64 * (folds + sums + back), 4 * square + 3 * rows)
+    solve = eigh_cost(d_in) + Cost(0.0, 2 * square + rows)
+    return each.times(count).then(system, solve) + Cost(0.0, factors)
 
 
 @register(

@@ -90,11 +90,7 @@ def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, total: int) 
     each = leading_cost(d_out, d_in, max(1, total // count), itemsize)
     together = polar_cost(d_out, d_in, total, itemsize)
     held = total * (d_out + d_in) * itemsize
-    return Cost(
-        count * each.flops + together.flops,
-        max(each.workspace + held, together.workspace),
-        count * each.eigen + together.eigen,
-    )
+    return (each.times(count) + Cost(0.0, held)).then(together)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     del itemsize  # always float64
     solve = pinv_cost(d_out, d_in, count)
     sums = sums_cost(system_choice(d_out, d_in, count, 8).taken, d_out, d_in, count, 8)
-    workspace = max(solve.workspace, sums.workspace + 7 * d_out * d_in * 8)
-    return Cost(solve.flops, workspace, solve.eigen)
+    return solve.then(Cost(0.0, sums.workspace + 7 * d_out * d_in * 8))
 
 
 def _sides(parameters: Parameters) -> Sides:

@@ -37,10 +37,8 @@ def _cost(
     solve = eigh_cost(m)
     frame = FLOAT64 * 4.0 * d_in * n * m
     products = FLOAT64 * 4.0 * m * m * side + 2.0 * m * d_in * m + 4.0 * d_out * d_in * m
-    flops = (count + 1) * each.flops + frame + count * (solve.flops + products)
     held = (3 * d_in * n + m * n + (count + 4) * m * m) * 8
-    eigen = (count + 1) * each.eigen + count * solve.eigen
-    return Cost(flops, each.workspace + solve.workspace + held, eigen)
+    return each.times(count + 1) + solve.times(count) + Cost(frame + count * products, held)
 
 
 @register_step(

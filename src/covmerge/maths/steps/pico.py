@@ -26,8 +26,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     solve = d_out**3 / 3.0 + 2.0 * count * d_out * d_out * d_in
     held = d_out * d_out * (8 + 2 * itemsize)
     factors = side * (d_out + d_in) * itemsize + 2 * side * d_out * 8
-    flops = count * each.flops + sums + solve
-    return Cost(flops, held + each.workspace + factors, count * each.eigen)
+    return each.times(count) + Cost(sums + solve, held + factors)
 
 
 @register_step(
