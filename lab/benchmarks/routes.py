@@ -32,7 +32,7 @@ from covmerge.maths.linalg.cholesky import all_above
 from covmerge.maths.linalg.lapack import cholesky, eigh, svd
 from covmerge.maths.linalg.pinv import pinv_by_projector, pinv_right, solve_full_rank
 from covmerge.maths.linalg.polar import polar_by_products
-from covmerge.maths.linalg.spectral import leading_directions, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, leading_directions, truncated_svd
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.closed_form import solve_ridge
 from covmerge.maths.methods.factored import merge_factors
@@ -104,7 +104,9 @@ def rates(device: str, rounds: int) -> list[dict[str, object]]:
         work["polar factor by an eigenproblem"] = lambda a=square: leading_directions(
             a, len(a), rtol=1e-6
         )
-        work["polar factor by products"] = lambda a=square: _found(polar_by_products(a, rtol=1e-6))
+        work["polar factor by products"] = lambda a=square: _found(
+            polar_by_products(a, RankRule(1e-6))
+        )
         seconds = timed(work, rounds, device)
         found = {name: round(1e3 * value, 3) for name, value in seconds.items() if value < inf}
         rows.append({"side": side, "milliseconds": found})
@@ -151,7 +153,7 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             {
                 # As exact as the other: in float64.
                 "svd": lambda a=matrix: svd(a.double()),
-                "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
+                "gram": lambda a=matrix, k=k: truncated_svd(a, k, RankRule(1e-6)),
             },
         )
     for d_out, d_in, k in ((768, 768, 96), (384, 1536, 48), (2304, 768, 19), (768, 768, 256)):
@@ -160,7 +162,7 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             [d_out, d_in, k],
             auto.leading_choice(d_out, d_in, k, 4, device),
             {
-                "gram": lambda a=matrix, k=k: truncated_svd(a, k, rtol=1e-6),
+                "gram": lambda a=matrix, k=k: truncated_svd(a, k, RankRule(1e-6)),
                 "refined": lambda a=matrix, k=k: _refined(a, k),
             },
         )
@@ -172,9 +174,9 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             [side, count],
             auto.inverse_choice(side, count, device),
             {
-                "cholesky32": lambda a=system, b=right: solve_full_rank(a, b, rtol=1e-6),
-                "cholesky64": lambda ab=exact: solve_full_rank(*ab, rtol=1e-6),
-                "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
+                "cholesky32": lambda a=system, b=right: solve_full_rank(a, b, RankRule(1e-6)),
+                "cholesky64": lambda ab=exact: solve_full_rank(*ab, RankRule(1e-6)),
+                "eigen64": lambda a=system, b=right: pinv_right(a, b, RankRule(1e-6)),
             },
         )
     for d_out, d_in in ((384, 384), (768, 768), (768, 3072)):
@@ -184,7 +186,7 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             auto.polar_choice(d_out, d_in, 4, device),
             {
                 "gram": lambda a=matrix: leading_directions(a, min(a.shape), rtol=1e-6),
-                "products": lambda a=matrix: _found(polar_by_products(a, rtol=1e-6)),
+                "products": lambda a=matrix: _found(polar_by_products(a, RankRule(1e-6))),
             },
         )
     for side, count in ((384, 1536), (768, 768)):
@@ -194,8 +196,10 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
             [side, count],
             auto.cut_off_choice(side, count, device),
             {
-                "eigen64": lambda a=system, b=right: pinv_right(a, b, rtol=1e-6),
-                "projector64": lambda a=system, b=right: _found(pinv_by_projector(a, b, rtol=1e-6)),
+                "eigen64": lambda a=system, b=right: pinv_right(a, b, RankRule(1e-6)),
+                "projector64": lambda a=system, b=right: _found(
+                    pinv_by_projector(a, b, RankRule(1e-6))
+                ),
             },
         )
     ace = registry.get("ace")

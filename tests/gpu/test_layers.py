@@ -6,7 +6,7 @@ import torch
 from covmerge.base.types import LowRank
 from covmerge.maths.linalg.pinv import cut_off_right
 from covmerge.maths.linalg.polar import polar, polar_by_products
-from covmerge.maths.linalg.spectral import leading_directions
+from covmerge.maths.linalg.spectral import RankRule, leading_directions
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
 from covmerge.methods.registry import cost_with
@@ -81,7 +81,7 @@ def test_polar_factors(name, shape, dtype):
     expected, k, nuclear = truth(matrix, default(matrix))
     tolerance = 3e-6 if dtype == torch.float32 else 1e-10
     found = [polar(matrix.to(GPU), rtol=default(matrix))]
-    products = polar_by_products(matrix.to(GPU), rtol=default(matrix))
+    products = polar_by_products(matrix.to(GPU), RankRule(default(matrix)))
     assert products is not None or dtype == torch.float64
     for own in [*found, *([] if products is None else [products])]:
         assert own.k == k and own.nuclear == pytest.approx(nuclear, rel=1e-6)
@@ -95,8 +95,8 @@ def test_inverses_that_are_cut_off(side, rank):
     """The largest by a projector, the others by an eigenproblem."""
     root = random_updates(side, side, 1, rank, 1.0, seed=1)[0]
     system, right = root.mT @ root, random_updates(30, side, 1, 30, 1.0, seed=2)[0]
-    here, kept, _ = cut_off_right(system, right, rtol=1e-10)
-    there, there_kept, solver = cut_off_right(system.to(GPU), right.to(GPU), rtol=1e-10)
+    here, kept, _ = cut_off_right(system, right, RankRule(1e-10))
+    there, there_kept, solver = cut_off_right(system.to(GPU), right.to(GPU), RankRule(1e-10))
     assert solver == ("projector64" if side > 96 else "eigen64")
     assert there_kept == kept and relative(there.cpu(), here) < 1e-6
 

@@ -19,7 +19,7 @@ from covmerge.maths.linalg.pinv import (
     largest_singular_values,
 )
 from covmerge.maths.linalg.polar import goes_by_products, polar, polar_by_products
-from covmerge.maths.linalg.spectral import EXACT, leading_directions, rank_tolerance
+from covmerge.maths.linalg.spectral import EXACT, RankRule, leading_directions, rank_tolerance
 from covmerge.maths.methods import iso, registry
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_costs import allocated
@@ -95,7 +95,7 @@ def test_a_polar_factor_is_that_of_the_svd(name, shape, dtype, slow_eigenproblem
 @pytest.mark.parametrize("name", SPECTRA)
 def test_products_tell_of_float32(name, shape):
     matrix = of_spectrum(SPECTRA[name], *shape, torch.float32)
-    found = polar_by_products(matrix, rtol=default(matrix))
+    found = polar_by_products(matrix, RankRule(default(matrix)))
     assert found is not None
     assert found.k == truth(matrix, default(matrix))[1]
 
@@ -117,7 +117,7 @@ def test_what_products_say_is_true(d_out, d_in, rank, digits, equal, size, dtype
     sigma = sigma[torch.arange(len(sigma)) // equal * equal]
     matrix = of_spectrum(sigma * 2.0**size, d_out, d_in, dtype)
     rtol = default(matrix)
-    found = polar_by_products(matrix, rtol=rtol)
+    found = polar_by_products(matrix, RankRule(rtol))
     if found is None:
         return
     expected, known, nuclear = truth(matrix, rtol)
@@ -136,7 +136,7 @@ def test_small_and_empty_matrices(shape, dtype, slow_eigenproblems):
     assert found.k == 1
     assert torch.allclose(found.isometry, matrix / matrix.norm(), atol=1e-6)
     for nothing in (torch.zeros(shape, dtype=dtype), torch.zeros(0, 3, dtype=dtype)):
-        assert polar_by_products(nothing, rtol=1e-6) is None
+        assert polar_by_products(nothing, RankRule(1e-6)) is None
     zero = polar(torch.zeros(shape, dtype=dtype), rtol=1e-6)
     assert zero.k == 0 and not zero.isometry.any()
 
@@ -144,7 +144,7 @@ def test_small_and_empty_matrices(shape, dtype, slow_eigenproblems):
 def test_copies_are_divided_and_opposites_are_one_direction(slow_eigenproblems):
     vectors = basis(30, 3, 5).float()
     for side in (torch.cat([vectors] * 4, 1), torch.cat([vectors, -vectors], 1)):
-        found = polar_by_products(side, rtol=default(side))
+        found = polar_by_products(side, RankRule(default(side)))
         assert found.k == 3
         copies = side.shape[1] // 3
         assert torch.allclose(found.isometry, side / copies**0.5, atol=1e-6)
@@ -162,26 +162,26 @@ def test_copies_are_divided_and_opposites_are_one_direction(slow_eigenproblems):
 )
 def test_what_products_cannot_tell_is_left_to_the_eigenproblem(sigma):
     matrix = of_spectrum(sigma, 12, 12, torch.float32)
-    assert polar_by_products(matrix, rtol=3e-6) is None
+    assert polar_by_products(matrix, RankRule(3e-6)) is None
 
 
 def test_errors_of_columns_are_no_directions(slow_eigenproblems):
     """Below the errors there is an answer of the eigenproblem alone; above them the same one of both."""
     matrix = of_spectrum([1.0, 0.5, 0.02], 9, 3, torch.float32)
     given = {"errors": torch.full((3,), 0.01).double(), "doubts": torch.full((3,), 0.03).double()}
-    assert polar_by_products(matrix, rtol=1e-5, errors=0.03) is None
-    assert polar_by_products(matrix, rtol=1e-5, errors=0.01).k == 3
+    assert polar_by_products(matrix, RankRule(1e-5), errors=0.03) is None
+    assert polar_by_products(matrix, RankRule(1e-5), errors=0.01).k == 3
     found = polar(matrix, rtol=1e-5, **given)
     assert (found.k, found.doubtful) == (3, 1)
     assert polar(matrix, rtol=1e-5, errors=given["doubts"]).k == 2
 
 
 def test_rounding_ends_a_rank():
-    """As `numerical_rank` has it: where what is below is no more than rounding, and not else."""
+    """As `RankRule` has it: where what is below is no more than rounding, and not else."""
     matrix = of_spectrum([3.0, 2.0] + [1e-3] * 10, 12, 12, torch.float32)
     edge = 2e-3
     for energy, k in ((1e-4, 2), (1e-9, 12)):
-        found = polar_by_products(matrix, rtol=1e-5, rounding=Rounding(edge, energy))
+        found = polar_by_products(matrix, RankRule(1e-5, Rounding(edge, energy)))
         assert found.k == k
         assert found.nuclear == pytest.approx(5.0 if k == 2 else 5.01, rel=1e-6)
 
@@ -189,9 +189,9 @@ def test_rounding_ends_a_rank():
 @pytest.mark.parametrize(("floor", "rank"), [(2.5, 1), (2e-3, 2), (1e-5, 12), (4.0, 0)])
 def test_a_rank_ends_no_lower_than_the_floor_of_a_sum(floor, rank):
     matrix = of_spectrum([3.0, 2.0] + [1e-3] * 10, 12, 12, torch.float32)
-    found = polar_by_products(matrix, rtol=1e-5, rounding=Rounding(floor=floor))
+    found = polar_by_products(matrix, RankRule(1e-5, Rounding(floor=floor)))
     gram = matrix.double() @ matrix.double().mT
-    values, _ = kept_eigenpairs(gram, rtol=1e-10, rounding=Rounding(floor=floor))
+    values, _ = kept_eigenpairs(gram, RankRule(1e-10, Rounding(floor=floor)))
     assert len(values) == rank
     assert found.k == rank if rank else found is None
 
@@ -291,12 +291,12 @@ def test_a_cut_off_that_products_cannot_tell(values, low, high):
 def test_nothing_is_kept_of_nothing():
     found = projector(torch.zeros(2, 2).double(), low=0.1, high=0.1, bound=1.0)
     assert found.rank == 0 and not found.matrix.round(decimals=9).any()
-    assert kept_projector(torch.zeros(2, 2).double(), rtol=0.1) is None
+    assert kept_projector(torch.zeros(2, 2).double(), RankRule(0.1)) is None
 
 
 def test_a_smooth_spectrum_is_cut_between_its_values():
     matrix, turn = symmetric([(1 + i) ** -3.0 for i in range(200)])
-    found = kept_projector(matrix, rtol=4.6e-5)
+    found = kept_projector(matrix, RankRule(4.6e-5))
     kept = turn[:, : found.rank]
     assert found.rank == 27
     assert (found.matrix - kept @ kept.mT).norm() < 1e-9
@@ -319,8 +319,8 @@ def test_a_cut_off_far_below_what_is_found_is_one_too(unit):
 def test_a_pseudo_inverse_is_that_of_the_eigenproblem(values, zeros, rtol, size):
     sizes = [10.0**-value for value in values]
     matrix, _ = symmetric([2.0**size * own for own in [*sizes, *[0.0] * zeros]])
-    kept = kept_projector(matrix, rtol=rtol)
-    known, vectors = kept_eigenpairs(matrix, rtol=rtol)
+    kept = kept_projector(matrix, RankRule(rtol))
+    known, vectors = kept_eigenpairs(matrix, RankRule(rtol))
     if kept is None:
         return
     assert kept.rank == len(known)
@@ -331,9 +331,9 @@ def test_the_solver_is_told(slow_eigenproblems):
     rows = torch.ones(2, 8)
     for values, solver in (([1.0] * 4 + [0.0] * 4, "projector64"), ([1.0, 1e-3], "eigen64")):
         matrix, _ = symmetric([*values, *[0.0] * (8 - len(values))])
-        solved, rank, taken = cut_off_right(matrix, rows, rtol=1e-3)
+        solved, rank, taken = cut_off_right(matrix, rows, RankRule(1e-3))
         assert taken == solver
-        values, vectors = kept_eigenpairs(matrix, rtol=1e-3)
+        values, vectors = kept_eigenpairs(matrix, RankRule(1e-3))
         expected = rows.double() @ vectors / values @ vectors.mT
         assert rank == len(values) and solved.dtype == rows.dtype
         assert torch.allclose(solved.double(), expected, rtol=1e-6, atol=1e-9)
@@ -345,8 +345,8 @@ def test_what_a_projector_lacks_of_one_is_nothing_beside_the_smallest_kept(slow_
     taken = set()
     for above in torch.linspace(6e-8, 1.2e-7, 60).tolist():
         matrix, _ = symmetric([1.0] + [0.5] * 5 + [1e-6 + above] + [0.0] * 5)
-        solved, rank, solver = cut_off_right(matrix, rows, rtol=1e-6)
-        values, vectors = kept_eigenpairs(matrix, rtol=1e-6)
+        solved, rank, solver = cut_off_right(matrix, rows, RankRule(1e-6))
+        values, vectors = kept_eigenpairs(matrix, RankRule(1e-6))
         assert rank == len(values) == 7
         assert relative(solved, rows @ vectors / values @ vectors.mT) < 1e-6
         taken.add(solver)
@@ -359,7 +359,7 @@ def test_rounding_of_a_gram_matrix_decides_no_rank(tail):
         sigma = torch.linspace(1.0, 0.5, 8, dtype=torch.float64)
         sigma[-1] = tail
         matrix = (basis(8, 8, seed) * sigma) @ basis(8, 8, seed + 100)
-        found = polar_by_products(matrix, rtol=default(matrix), rounding=EXACT)
+        found = polar_by_products(matrix, RankRule(default(matrix), EXACT))
         assert found is None or found.k == 8
 
 
@@ -448,7 +448,7 @@ def test_the_routes_of_a_device(shape, many):
 @pytest.mark.parametrize("rank", [8, 96])
 def test_no_more_memory_than_the_table_says(rank):
     matrix = of_spectrum(torch.ones(rank), 96, 96, torch.float32)
-    peak = allocated(lambda: polar_by_products(matrix, rtol=default(matrix)))
+    peak = allocated(lambda: polar_by_products(matrix, RankRule(default(matrix))))
     assert peak < auto.polar_choice(96, 96, 4).routes["products"].workspace
 
 

@@ -5,7 +5,7 @@ import torch
 
 import covmerge
 from covmerge.maths.linalg.joint import joint_directions
-from covmerge.maths.linalg.spectral import leading_directions, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, leading_directions, truncated_svd
 from covmerge.methods import registry
 from tests.methods.groups import group_of, random_rotation, relative
 
@@ -48,12 +48,12 @@ KINDS = {
 )
 def test_all_equals_or_none(k, kept, dtype):
     matrix = turned(SIGMA, 4).to(dtype)
-    top = truncated_svd(matrix, k, rtol=1e-5)
+    top = truncated_svd(matrix, k, RankRule(1e-5))
     assert len(top.right) == len(top.leading) == top.left.shape[1] == kept
-    assert len(truncated_svd(matrix, k, rtol=1e-5, equals=False).right) == min(k, 7)
+    assert len(truncated_svd(matrix, k, RankRule(1e-5), equals=False).right) == min(k, 7)
     assert leading_directions(matrix, k, rtol=1e-5).k == kept
     # Zeros are no equals: beyond the rank, k is what was asked for.
-    assert len(truncated_svd(matrix, 8, rtol=0.0).right) <= 8
+    assert len(truncated_svd(matrix, 8, RankRule(0.0)).right) <= 8
 
 
 @pytest.mark.parametrize("name_params", CUTS, ids=str)

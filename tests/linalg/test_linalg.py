@@ -9,7 +9,7 @@ from covmerge.errors import TensorError
 from covmerge.maths.linalg.cholesky import add_rank_one_, factorize, factorize_above
 from covmerge.maths.linalg.lapack import lengths
 from covmerge.maths.linalg.pinv import pinv_right
-from covmerge.maths.linalg.spectral import has_above, leading_directions
+from covmerge.maths.linalg.spectral import RankRule, has_above, leading_directions
 
 
 def spd(n, seed=0, dtype=torch.float64):
@@ -80,14 +80,14 @@ def test_an_indefinite_system_is_refused():
 def test_pinv_is_the_pseudo_inverse_at_its_cut_off():
     system = spd(8)[:, :5] @ spd(8)[:5, :]
     system = system @ system.T
-    solution, rank = pinv_right(system, rows(3, 8), rtol=1e-9)
+    solution, rank = pinv_right(system, rows(3, 8), RankRule(1e-9))
     assert rank == 5
     expected = rows(3, 8) @ torch.linalg.pinv(system, rtol=1e-9, hermitian=True)
     assert torch.allclose(solution, expected, rtol=1e-6)
 
 
 def test_pinv_of_zero_is_zero():
-    solution, rank = pinv_right(torch.zeros(3, 3), torch.ones(2, 3), rtol=1e-6)
+    solution, rank = pinv_right(torch.zeros(3, 3), torch.ones(2, 3), RankRule(1e-6))
     assert rank == 0
     assert not solution.any()
 

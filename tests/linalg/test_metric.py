@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from covmerge.maths.linalg.metric import Metric
-from covmerge.maths.linalg.spectral import rank_tolerance
+from covmerge.maths.linalg.spectral import RankRule, rank_tolerance
 
 SHAPES = [(12, 30), (30, 12), (20, 20)]
 
@@ -32,7 +32,7 @@ def test_spectra_are_those_of_the_product(shape, rows, dtype):
     inputs = covariance(shape[1], rows, dtype)
     metric, update = Metric.of(inputs), drawn(shape, dtype)
     left, sigma, _ = torch.linalg.svd(update.double() @ root_of(inputs), full_matrices=False)
-    found = metric.spectrum(update, rtol=rank_tolerance(shape, dtype, None))
+    found = metric.spectrum(update, RankRule(rank_tolerance(shape, dtype, None)))
     kept = found.sigma
     rank = min(*shape, rows)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-9

@@ -8,7 +8,13 @@ from covmerge.base.types import Rounding
 from covmerge.maths.linalg import auto
 from covmerge.maths.linalg.polar import orthogonalized
 from covmerge.maths.linalg.refined import leading_pairs
-from covmerge.maths.linalg.spectral import leading_svd, rank_tolerance, truncated_svd, with_equals
+from covmerge.maths.linalg.spectral import (
+    RankRule,
+    leading_svd,
+    rank_tolerance,
+    truncated_svd,
+    with_equals,
+)
 
 SIDE = 264  # no smaller matrix is refined
 
@@ -106,8 +112,8 @@ def test_what_the_values_say_is_kept():
 @pytest.mark.parametrize("decay", [0.0, 0.5, 1.0])
 def test_triplets_are_those_of_truncated_svd(shape, decay):
     matrix = of_spectrum((1.0 + 1 / STEPS) * STEPS**-decay, *shape)
-    known = {"rtol": rank_tolerance(shape, torch.float32, None)}
-    found, whole = (take(matrix, 20, **known) for take in (leading_svd, truncated_svd))
+    rule = RankRule(rank_tolerance(shape, torch.float32, None))
+    found, whole = (take(matrix, 20, rule) for take in (leading_svd, truncated_svd))
     assert 20 < len(found.sigma) < SIDE == len(whole.sigma)  # refined
     assert found.rank > len(found.leading) == len(whole.leading) == 20
     assert torch.allclose(found.leading, whole.leading, rtol=1e-10)
@@ -117,8 +123,8 @@ def test_triplets_are_those_of_truncated_svd(shape, decay):
 
 def test_a_power_of_two_a_sign_and_threads_change_nothing():
     matrix = SPECTRA["1/√i"]
-    found = leading_svd(matrix, 12, rtol=1e-6)
-    large, mirrored = (leading_svd(f * matrix, 12, rtol=1e-6) for f in (2.0**40, -1.0))
+    found = leading_svd(matrix, 12, RankRule(1e-6))
+    large, mirrored = (leading_svd(f * matrix, 12, RankRule(1e-6)) for f in (2.0**40, -1.0))
     assert torch.equal(large.left, found.left)
     assert torch.equal(large.right, found.right)
     assert torch.equal(large.leading, found.leading * 2.0**40)
@@ -127,7 +133,7 @@ def test_a_power_of_two_a_sign_and_threads_change_nothing():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3 - min(threads, 2))
-        other = leading_svd(matrix, 12, rtol=1e-6)
+        other = leading_svd(matrix, 12, RankRule(1e-6))
     finally:
         torch.set_num_threads(threads)
     assert (other.product() - found.product()).norm() < 1e-7 * found.product().norm()
@@ -144,17 +150,17 @@ def test_the_end_of_the_rank_is_that_of_all_values(edge, least):
     sigma[-3:] = least
     matrix = of_spectrum(sigma)
     for energy in (1e-30, 1e30):  # what is below is the matrix's own, or rounding
-        known = {"rtol": 1e-5, "rounding": Rounding(edge, energy)}
-        found, whole = (take(matrix, 16, **known) for take in (leading_svd, truncated_svd))
+        rule = RankRule(1e-5, Rounding(edge, energy))
+        found, whole = (take(matrix, 16, rule) for take in (leading_svd, truncated_svd))
         assert (found.floor, found.edge) == pytest.approx((whole.floor, whole.edge), rel=1e-10)
         assert torch.allclose(found.leading, whole.leading, rtol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(1, 400), (400, 1), (3, 300), (300, 300)])
 def test_matrices_without_a_spectrum_to_refine(shape):
-    assert leading_svd(torch.zeros(shape), 5, rtol=1e-6).rank == 0
+    assert leading_svd(torch.zeros(shape), 5, RankRule(1e-6)).rank == 0
     matrix = rows(shape[0], 1) @ rows(1, shape[1], 2)
-    found = leading_svd(matrix.float(), 5, rtol=1e-5)
+    found = leading_svd(matrix.float(), 5, RankRule(1e-5))
     assert found.rank == len(found.leading) == 1
     assert (found.product() - matrix).norm() < 1e-6 * matrix.norm()
 
@@ -181,10 +187,12 @@ def test_a_part_apart_is_a_block_of_its_own(framed):
     """As when all are decomposed together; a weak direction does not turn into the part apart."""
     basis, _ = torch.linalg.qr(rows(40, 40))
     common, frame = basis[:, :28].float(), basis[:, 28:].float()
-    whole = truncated_svd(common @ rows(28, 60, 2).float(), 28, rtol=1e-6)
-    parts = [truncated_svd(frame.mT @ rows(40, 60, seed).float(), 6, rtol=1e-6) for seed in (3, 4)]
+    whole = truncated_svd(common @ rows(28, 60, 2).float(), 28, RankRule(1e-6))
+    parts = [
+        truncated_svd(frame.mT @ rows(40, 60, seed).float(), 6, RankRule(1e-6)) for seed in (3, 4)
+    ]
     outer = [
-        truncated_svd(frame @ (frame.mT @ rows(40, 60, seed).float()), 6, rtol=1e-6)
+        truncated_svd(frame @ (frame.mT @ rows(40, 60, seed).float()), 6, RankRule(1e-6))
         for seed in (3, 4)
     ]
     together = orthogonalized([*outer, whole], rtol=1e-6)

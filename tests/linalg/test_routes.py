@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from covmerge import merge_layer
 from covmerge.maths.linalg import auto
 from covmerge.maths.linalg.pinv import largest_eigenvalue, pinv_right, solve_full_rank
+from covmerge.maths.linalg.spectral import RankRule
 
 dims = st.integers(1, 6000)
 
@@ -63,8 +64,8 @@ def test_the_largest_eigenvalue_of_nothing():
 def test_full_rank_is_solved_without_eigenvalues(dtype):
     system = spectrum([1.0, 0.5, 0.1, 0.02], dtype)
     rows = torch.ones(2, 4, dtype=dtype)
-    solved = solve_full_rank(system, rows, rtol=1e-6)
-    expected, rank = pinv_right(system, rows, rtol=1e-6)
+    solved = solve_full_rank(system, rows, RankRule(1e-6))
+    expected, rank = pinv_right(system, rows, RankRule(1e-6))
     assert rank == 4
     assert torch.allclose(solved, expected, rtol=1e-4 if dtype == torch.float32 else 1e-10)
 
@@ -81,14 +82,15 @@ def test_full_rank_is_solved_without_eigenvalues(dtype):
 def test_what_the_cut_off_may_decide_is_left_to_the_eigenvalues(values, rtol):
     system = spectrum(values)
     assert (
-        solve_full_rank(system, torch.ones(1, len(values), dtype=torch.float64), rtol=rtol) is None
+        solve_full_rank(system, torch.ones(1, len(values), dtype=torch.float64), RankRule(rtol))
+        is None
     )
 
 
 def test_float32_leaves_bad_conditions_to_float64():
     values, rows = [1.0, 0.5, 1e-4], torch.ones(1, 3)
-    assert solve_full_rank(spectrum(values, torch.float32), rows, rtol=1e-6) is None
-    assert solve_full_rank(spectrum(values), rows.double(), rtol=1e-6) is not None
+    assert solve_full_rank(spectrum(values, torch.float32), rows, RankRule(1e-6)) is None
+    assert solve_full_rank(spectrum(values), rows.double(), RankRule(1e-6)) is not None
 
 
 def updates(ratio, count=4, n=48):

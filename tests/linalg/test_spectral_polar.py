@@ -5,6 +5,7 @@ import torch
 
 from covmerge.maths.linalg.polar import orthogonalized, polar
 from covmerge.maths.linalg.spectral import (
+    RankRule,
     leading_directions,
     leading_svd,
     rank_tolerance,
@@ -19,7 +20,7 @@ from tests.linalg.test_linalg import rows
 def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
     matrix = rows(*shape, dtype=dtype)
     k = min(3, *shape)
-    top = truncated_svd(matrix, k, rtol=1e-6)
+    top = truncated_svd(matrix, k, RankRule(1e-6))
     left, sigma, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     assert top.left.dtype == top.right.dtype == dtype
     assert top.sigma.dtype == torch.float64
@@ -35,18 +36,18 @@ def test_the_leading_part_is_that_of_the_svd(shape, dtype, tolerance):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_beyond_the_rank(dtype):
     matrix = (rows(20, 4) @ rows(4, 30)).to(dtype)
-    top = truncated_svd(matrix, 10, rtol=rank_tolerance(matrix.shape, matrix.dtype, None))
+    top = truncated_svd(matrix, 10, RankRule(rank_tolerance(matrix.shape, matrix.dtype, None)))
     assert top.rank == len(top.leading) == 4
     assert top.left.shape == (20, 4)
     assert top.first(2).right.shape == (2, 30)
-    assert truncated_svd(torch.zeros(3, 5, dtype=dtype), 2, rtol=1e-6).rank == 0
+    assert truncated_svd(torch.zeros(3, 5, dtype=dtype), 2, RankRule(1e-6)).rank == 0
 
 
 def test_the_cut_off_may_be_relative_to_another_matrix():
     matrix = torch.diag(torch.tensor([1.0, 0.1]))
-    assert truncated_svd(matrix, 2, rtol=1e-2).rank == 2
-    assert leading_svd(matrix, 2, rtol=1e-2, scale=20.0).rank == 1
-    assert leading_svd(matrix, 2, rtol=1e-2, scale=200.0).rank == 0
+    assert truncated_svd(matrix, 2, RankRule(1e-2)).rank == 2
+    assert leading_svd(matrix, 2, RankRule(1e-2, scale=20.0)).rank == 1
+    assert leading_svd(matrix, 2, RankRule(1e-2, scale=200.0)).rank == 0
 
 
 def test_the_tolerance_given_is_taken():
@@ -70,8 +71,8 @@ def test_dependent_columns_gain_no_direction(dtype):
 
 
 def test_opposite_vectors_cancel_in_the_product():
-    top = truncated_svd(rows(6, 8), 2, rtol=1e-12)
-    mirrored = truncated_svd(-rows(6, 8), 2, rtol=1e-12)
+    top = truncated_svd(rows(6, 8), 2, RankRule(1e-12))
+    mirrored = truncated_svd(-rows(6, 8), 2, RankRule(1e-12))
     joined = orthogonalized([top, mirrored], rtol=1e-12)
     left, right = joined.left, joined.right
     assert (left @ right).norm() < 1e-12
@@ -88,7 +89,7 @@ def spectrum(d_out, d_in, smallest):
 def test_the_residual_of_an_isometry_is_checked(shape):
     # Below 1e-8 of the largest the eigenproblem of a Gram matrix has nothing to say.
     matrix = spectrum(*shape, smallest=1e-9)
-    assert residual(truncated_svd(matrix, min(shape), rtol=0.0)) > 0.1
+    assert residual(truncated_svd(matrix, min(shape), RankRule(0.0))) > 0.1
     found = leading_directions(matrix, min(shape), rtol=0.0)
     assert found.k == min(shape)
     assert found.isometry.dtype == torch.float32
@@ -101,4 +102,4 @@ def test_the_residual_of_an_isometry_is_checked(shape):
 def test_at_the_default_rank_the_residual_is_small(shape):
     rtol = rank_tolerance(shape, torch.float32, None)
     matrix = spectrum(*shape, smallest=1.5 * rtol)
-    assert residual(truncated_svd(matrix, min(shape), rtol=rtol)) < 1e-4
+    assert residual(truncated_svd(matrix, min(shape), RankRule(rtol))) < 1e-4

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covmerge.base.types import LowRank
-from covmerge.maths.linalg.spectral import numerical_rank
+from covmerge.maths.linalg.spectral import RankRule
 from covmerge.maths.measures.retention import energy_gram, retention
 from covmerge.maths.measures.rounding import Lost, lost_when_stored, rounding_of
 from covmerge.maths.measures.spectrum import leading, spectrum_of
@@ -128,7 +128,7 @@ def test_rounding_of_the_weights_does_not_count_as_rank(dtype):
     (error,) = rounding_of([update], [dtype], base.float())
     sigma = spectrum_of(update).sigma
     assert spectrum_of(update).rank(error.edge) == 4
-    assert numerical_rank(sigma, update.shape, rtol=1e-7, rounding=error)[0] == 4
+    assert RankRule(1e-7, error).rank(sigma, update.shape)[0] == 4
     # What rounding did is known here: the energy to a few per cent, the edge from above.
     rounded = update - thin
     assert error.energy == pytest.approx(float(rounded.square().sum()), rel=0.1)
@@ -142,7 +142,7 @@ def test_a_spectrum_that_goes_on_below_the_edge_keeps_its_rank():
     (error,) = rounding_of([update], [torch.bfloat16], base.float())
     sigma = spectrum_of(update).sigma
     assert float(sigma[-1]) < error.edge
-    assert numerical_rank(sigma, update.shape, rtol=1e-6, rounding=error)[0] == 128
+    assert RankRule(1e-6, error).rank(sigma, update.shape)[0] == 128
 
 
 def test_entries_that_did_not_change_have_no_rounding_of_their_own():

@@ -13,7 +13,7 @@ from torch import Tensor
 from covmerge.base.types import Rounding
 from covmerge.maths.linalg.auto import spectrum_choice
 from covmerge.maths.linalg.lapack import eigh, norm, qr, svd
-from covmerge.maths.linalg.spectral import numerical_rank, with_equals, without_order
+from covmerge.maths.linalg.spectral import RankRule, with_equals, without_order
 from covmerge.maths.linalg.symmetric import add_gram_, mirror_
 
 _linalg: Any = torch.linalg
@@ -74,8 +74,8 @@ def joint_directions(
     else:
         values, vectors = eigh(_float64_gram(blocks))
         left, sigma = vectors.flip(1), values.clamp_min(0.0).sqrt().flip(0)
-    shape = (d, columns * len(blocks))
-    k, _ = numerical_rank(sigma, shape, rtol=rtol, rounding=Rounding.together(rounding))
+    rule = RankRule(rtol, Rounding.together(rounding))
+    k, _ = rule.rank(sigma, (d, columns * len(blocks)))
     # A copy, so that the memory of the dropped directions is freed.
     return JointDirections(left[:, :k].clone(), sigma[:k])
 

@@ -10,14 +10,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from covmerge.base.types import Rounding
 from covmerge.maths.linalg.auto import DOTS_BLOCK, DOTS_ROWS
 from covmerge.maths.linalg.cholesky import lower_factor
 from covmerge.maths.linalg.lapack import eigh, eigvalsh, multi_dot
 from covmerge.maths.linalg.spectral import (
-    EXACT,
+    RankRule,
     float64_gram,
-    numerical_rank,
     singular_values,
     truncated_svd,
 )
@@ -37,7 +35,7 @@ class Spectrum:
 
         Example:
             >>> update = torch.diag(torch.tensor([3.0, 2.0]))
-            >>> seen = Metric.of(torch.eye(2)).spectrum(update, rtol=1e-6)
+            >>> seen = Metric.of(torch.eye(2)).spectrum(update, RankRule(1e-6))
             >>> seen.lifted(torch.tensor([1.0, 2.0])).tolist()
             [[3.0, 0.0], [0.0, 4.0]]
         """
@@ -89,24 +87,23 @@ class Metric:
             total += image.reshape(count, -1) @ block.reshape(count, -1).mT
         return (total + total.mT).cpu()
 
-    def spectrum(self, update: Tensor, *, rtol: float, rounding: Rounding = EXACT) -> Spectrum:
+    def spectrum(self, update: Tensor, rule: RankRule) -> Spectrum:
         """Return the singular values of ΔC^½ up to the numerical rank, and the left directions.
 
-        The rule is that of `truncated_svd`. If the outputs are the smaller side, no right vectors are
-        computed.
+        If the outputs are the smaller side, no right vectors are computed.
 
         Example:
             >>> update = torch.diag(torch.tensor([3.0, 2.0, 0.0]))
-            >>> Metric.of(torch.eye(3)).spectrum(update, rtol=1e-6).sigma.tolist()
+            >>> Metric.of(torch.eye(3)).spectrum(update, RankRule(1e-6)).sigma.tolist()
             [3.0, 2.0]
         """
         d_out, d_in = update.shape
         if update.dtype != torch.float64 and d_out <= d_in:
             values, vectors = eigh(self._outputs(update))
             sigma = values.clamp_min(0.0).sqrt().flip(0)
-            rank, _ = numerical_rank(sigma, update.shape, rtol=rtol, rounding=rounding)
+            rank, _ = rule.rank(sigma, update.shape)
             return Spectrum(sigma[:rank], update, vectors.flip(1)[:, :rank].to(update.dtype))
-        top = truncated_svd(self._weighted(update), min(update.shape), rtol=rtol, rounding=rounding)
+        top = truncated_svd(self._weighted(update), min(update.shape), rule)
         return Spectrum(top.leading, update, top.left)
 
     def nuclear_norm(self, update: Tensor) -> float:

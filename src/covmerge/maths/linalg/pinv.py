@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
-from covmerge.base.types import Rounding
 from covmerge.maths.linalg.auto import cut_off_choice
 from covmerge.maths.linalg.by_products import Projector, largest_bound, projector
 from covmerge.maths.linalg.cholesky import all_above, factorize_above, lower_factor
 from covmerge.maths.linalg.lapack import eigh, norm
-from covmerge.maths.linalg.spectral import EXACT, energy_of_rounding, numerical_rank
+from covmerge.maths.linalg.spectral import RankRule, energy_of_rounding
 
 # Factor beyond the cut-off, so that neither the estimate of the largest eigenvalue nor rounding decides
 # whether the smallest eigenvalue is cut off.
@@ -28,21 +27,20 @@ _POWER_STEPS = 8
 _MORE_STEPS, _ABOVE = 64, (1e-8, 1e-4, 1e-1)
 
 
-def solve_full_rank(
-    system: Tensor, rows: Tensor, *, rtol: float, floor: float = 0.0
-) -> Tensor | None:
-    """Return rows · A⁻¹ by Cholesky if no eigenvalue of A is cut off; None if one may be.
+def solve_full_rank(system: Tensor, rows: Tensor, rule: RankRule) -> Tensor | None:
+    """Return rows · A⁻¹ by Cholesky if no eigenvalue of A `(n, n)` is cut off; None if one may be.
 
-    Eigenvalues of A `(n, n)` at or below `rtol` times the largest would be cut off, and those at or below
-    `floor`. In float32 the result is also None if A is too badly conditioned; callers then use float64.
+    The rule is that of `pinv_right`. In float32 the result is also None if A is too badly conditioned;
+    callers then use float64.
 
     Example:
-        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 1.0])), torch.ones(1, 2), RankRule(1e-6))
         tensor([[0.5000, 1.0000]])
-        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> solve_full_rank(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), RankRule(1e-6))
     """
     largest = largest_eigenvalue(system)
-    least = least_of_full_rank(len(system), system.dtype, largest, rtol=rtol, floor=floor)
+    floor = rule.rounding.edge**2
+    least = least_of_full_rank(len(system), system.dtype, largest, rtol=rule.rtol, floor=floor)
     factor = factorize_above(system, floor=least) if largest > 0.0 else None
     return None if factor is None else factor.solve_right(rows)
 
@@ -58,63 +56,42 @@ def least_of_full_rank(
     return max(max(ratio, n * torch.finfo(dtype).eps) * largest, _MARGIN * floor)
 
 
-def pinv_right(
-    system: Tensor,
-    rows: Tensor,
-    *,
-    rtol: float,
-    rounding: Rounding = EXACT,
-    shape: Sequence[int] = (1, 1),
-) -> tuple[Tensor, int]:
+def pinv_right(system: Tensor, rows: Tensor, rule: RankRule) -> tuple[Tensor, int]:
     """Return rows · A† for a symmetric A `(n, n)` and rows `(m, n)`, and the rank that was kept.
 
-    Eigenvalues at or below `rtol` times the largest count as zero. So do those of a Gram matrix
-    A = DᵀD, D of a `shape`, that are no larger than the `rounding` of D makes them. The eigenproblem is
-    solved in float64 for any input, because the cut-off decides the result.
+    Eigenvalues at or below the rule's `rtol` times the largest count as zero. So do those of a Gram matrix
+    A = DᵀD, D of the rule's shape, that are no larger than the rounding of D makes them. The eigenproblem
+    is solved in float64 for any input, because the cut-off decides the result.
 
     Example:
-        >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), rtol=1e-6)
+        >>> x, rank = pinv_right(torch.diag(torch.tensor([2.0, 0.0])), torch.ones(1, 2), RankRule(1e-6))
         >>> x.tolist(), rank
         ([[0.5, 0.0]], 1)
     """
-    values, vectors = kept_eigenpairs(system, rtol=rtol, rounding=rounding, shape=shape)
+    values, vectors = kept_eigenpairs(system, rule)
     coordinates = rows.to(torch.float64) @ vectors
     return ((coordinates / values) @ vectors.mT).to(rows.dtype), len(values)
 
 
-def cut_off_right(
-    system: Tensor,
-    rows: Tensor,
-    *,
-    rtol: float,
-    rounding: Rounding = EXACT,
-    shape: Sequence[int] = (1, 1),
-) -> tuple[Tensor, int, str]:
+def cut_off_right(system: Tensor, rows: Tensor, rule: RankRule) -> tuple[Tensor, int, str]:
     """Return the result of `pinv_right` by the device's cheaper route, and the name of the route.
 
     The route is `projector64`, or `eigen64` if the cut-off is too close to an eigenvalue for a projector.
     """
     if cut_off_choice(len(system), len(rows), system.device.type).taken == "projector64":
-        quick = pinv_by_projector(system, rows, rtol=rtol, rounding=rounding, shape=shape)
+        quick = pinv_by_projector(system, rows, rule)
         if quick is not None:
             return *quick, "projector64"
-    return *pinv_right(system, rows, rtol=rtol, rounding=rounding, shape=shape), "eigen64"
+    return *pinv_right(system, rows, rule), "eigen64"
 
 
-def pinv_by_projector(
-    system: Tensor,
-    rows: Tensor,
-    *,
-    rtol: float,
-    rounding: Rounding = EXACT,
-    shape: Sequence[int] = (1, 1),
-) -> tuple[Tensor, int] | None:
+def pinv_by_projector(system: Tensor, rows: Tensor, rule: RankRule) -> tuple[Tensor, int] | None:
     """Return the result of `pinv_right` by products and Cholesky factors; None if they cannot decide.
 
     A† = P (A + s(I − P))⁻¹, P projecting onto the kept eigenvectors, s a bound of the largest eigenvalue.
     """
     exact = system.to(torch.float64)
-    projection = kept_projector(exact, rtol=rtol, rounding=rounding, shape=shape)
+    projection = kept_projector(exact, rule)
     lower = None if projection is None else lower_factor(projection.filled(exact))
     if projection is None or lower is None:
         return None
@@ -122,9 +99,7 @@ def pinv_by_projector(
     return torch.cholesky_solve(within.mT, lower).mT.to(rows.dtype), projection.rank
 
 
-def kept_projector(
-    system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
-) -> Projector | None:
+def kept_projector(system: Tensor, rule: RankRule) -> Projector | None:
     """Return P onto the eigenvectors that `kept_eigenpairs` keeps; None if products cannot decide."""
     if not 0.0 < largest_bound(system) < inf:
         return None
@@ -133,8 +108,8 @@ def kept_projector(
     if above is None:
         return None
     most = least * (1.0 + above)
-    floor, noise = rounding.floor**2, rounding.edge**2
-    low, high = max(rtol * least, floor) * (1.0 - _ABOVE[0]), max(rtol * most, floor)
+    floor, noise = rule.rounding.floor**2, rule.rounding.edge**2
+    low, high = max(rule.rtol * least, floor) * (1.0 - _ABOVE[0]), max(rule.rtol * most, floor)
     if high >= least:
         return None
     if high < noise < least:
@@ -142,26 +117,24 @@ def kept_projector(
         if found is None:
             return None
         energy = float(system.diagonal().sum()) - float((system * found.matrix).sum())
-        if energy_of_rounding(energy, found.rank, shape, rounding):
+        if energy_of_rounding(energy, found.rank, rule.shape or system.shape, rule.rounding):
             return found
     elif low < noise:
         return None  # it is not known which of the two cut-offs ends the rank
     return projector(system, low=low, high=high, bound=most)
 
 
-def kept_eigenpairs(
-    system: Tensor, *, rtol: float, rounding: Rounding = EXACT, shape: Sequence[int] = (1, 1)
-) -> tuple[Tensor, Tensor]:
+def kept_eigenpairs(system: Tensor, rule: RankRule) -> tuple[Tensor, Tensor]:
     """Return the eigenvalues of A that count in `pinv_right`, ascending, and their vectors `(n, _)`.
 
     Example:
-        >>> values, vectors = kept_eigenpairs(torch.diag(torch.tensor([2.0, 0.0, 1.0])), rtol=1e-6)
+        >>> values, vectors = kept_eigenpairs(torch.diag(torch.tensor([2.0, 0.0, 1.0])), RankRule(1e-6))
         >>> values.tolist(), vectors.shape
         ([1.0, 2.0], torch.Size([3, 2]))
     """
     values, vectors = eigh(system.to(torch.float64))
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    _, end = numerical_rank(sigma, shape, rtol=sqrt(rtol), rounding=rounding)
+    _, end = replace(rule, rtol=sqrt(rule.rtol)).rank(sigma, system.shape)
     above = values > end**2
     return values[above], vectors[:, above]
 

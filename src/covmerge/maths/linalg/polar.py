@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from covmerge.base.types import Rounding
 from covmerge.maths.linalg.auto import polar_choice
 from covmerge.maths.linalg.by_products import inverse_root, largest_bound
 from covmerge.maths.linalg.cholesky import all_above
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.pinv import kept_projector, least_of_full_rank
 from covmerge.maths.linalg.spectral import (
-    EXACT,
+    RankRule,
     TruncatedSvd,
     float64_blocks,
     float64_gram,
@@ -62,7 +61,7 @@ def polar(
     """
     if goes_by_products(matrix):
         known = [float(e.max()) for e in (errors, doubts) if e is not None and e.numel()]
-        quick = polar_by_products(matrix, rtol=rtol, errors=max(known, default=0.0))
+        quick = polar_by_products(matrix, RankRule(rtol), errors=max(known, default=0.0))
         if quick is not None:
             return quick
     found = leading_directions(matrix, min(matrix.shape), rtol=rtol, errors=errors)
@@ -77,22 +76,21 @@ def goes_by_products(matrix: Tensor) -> bool:
     return choice.taken == "products"
 
 
-def polar_by_products(
-    matrix: Tensor, *, rtol: float, rounding: Rounding = EXACT, errors: float = 0.0
-) -> Polar | None:
+def polar_by_products(matrix: Tensor, rule: RankRule, *, errors: float = 0.0) -> Polar | None:
     """Return the polar factor A (AᵀA)^{†½} of a matrix by products alone; None if they cannot decide.
 
-    Directions no larger than `rounding` are beyond the numerical rank too. The result is None if errors of
-    columns, `errors` at most, can make a direction.
+    It is None too if errors of columns, `errors` at most, can make a direction.
 
     Example:
-        >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), rtol=1e-6).isometry.tolist()
+        >>> polar_by_products(torch.tensor([[2.0, 0.0], [0.0, 0.1]]), RankRule(1e-6)).isometry.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
     """
     wide = wide_of(matrix)
     if not wide.numel():
         return None
-    root = _root(float64_gram(wide), rtol, rounding, errors, matrix.shape)
+    # The rule for eigenvalues of the Gram matrix.
+    squared = replace(rule, rtol=rule.rtol**2, shape=matrix.shape)
+    root = _root(float64_gram(wide), squared, errors)
     if root is None:
         return None
     isometry, off = torch.empty_like(wide), torch.zeros_like(root.matrix)
@@ -123,17 +121,15 @@ class _Root:
     nuclear: float
 
 
-def _root(
-    gram: Tensor, rtol: float, rounding: Rounding, errors: float, shape: Sequence[int]
-) -> _Root | None:
+def _root(gram: Tensor, rule: RankRule, errors: float) -> _Root | None:
     rank = len(gram)
-    least = partial(least_of_full_rank, rank, gram.dtype, largest_bound(gram), rtol=rtol**2)
-    known = max(rounding.edge, rounding.floor)
+    least = partial(least_of_full_rank, rank, gram.dtype, largest_bound(gram), rtol=rule.rtol)
+    known = max(rule.rounding.edge, rule.rounding.floor)
     floor, within = least(floor=max(known, errors) ** 2), None
     if not all_above(gram, floor):
         if errors > known and all_above(gram, least(floor=known**2)):
             return None  # full rank, but errors may have made one of the directions
-        projection = kept_projector(gram, rtol=rtol**2, rounding=rounding, shape=shape)
+        projection = kept_projector(gram, rule)
         if projection is None:
             return None
         gram, within, rank, floor = (

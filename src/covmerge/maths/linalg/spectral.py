@@ -146,45 +146,51 @@ def without_order(sigma: Tensor) -> int:
     return sum(size for size in sizes_of_equals(sigma) if size > 1)
 
 
-def numerical_rank(
-    sigma: Tensor,
-    shape: Sequence[int],
-    *,
-    rtol: float,
-    scale: float | None = None,
-    rounding: Rounding = EXACT,
-) -> tuple[int, float]:
-    """Return the numerical rank, and the singular value at which it ends.
+@dataclass(frozen=True)
+class RankRule:
+    """Where the numerical rank of a matrix ends.
 
-    Args:
-        sigma: singular values, descending.
-        shape: `(d_out, d_in)` of the matrix.
-        rtol: the cut-off, in units of `scale`.
-        scale: by default the largest singular value.
-        rounding: the rounding error of the matrix. The rank ends no lower than its floor. The rank ends
-            at its edge if the singular values below are no more than rounding, which may be all of them;
-            if they are more, the spectrum below the edge belongs to the matrix.
-
-    Example:
-        >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
-        >>> numerical_rank(sigma, (3, 3), rtol=1e-6)[0]
-        2
-        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(edge=0.1, energy=1e-3))
-        (1, 0.1)
-        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(edge=0.1, energy=1e-6))[0]
-        2
-        >>> numerical_rank(sigma, (3, 3), rtol=1e-6, rounding=Rounding(floor=0.1))[0]
-        1
+    The rank ends no lower than the floor of its rounding. It ends at the edge if the singular values below
+    are no more than rounding, which may be all of them; if they are more, the spectrum below the edge
+    belongs to the matrix.
     """
-    if not sigma.numel():
-        return 0, 0.0
-    end = max(rtol * (float(sigma[0]) if scale is None else scale), rounding.floor)
-    if end < rounding.edge:
-        below = sigma[sigma <= rounding.edge]
-        energy, rank = float(below.square().sum()), len(sigma) - len(below)
-        if energy_of_rounding(energy, rank, shape, rounding):
-            end = rounding.edge
-    return int((sigma > end).sum()), end
+
+    rtol: float  # the cut-off, in units of `scale`; in `linalg.pinv`, of eigenvalues
+    rounding: Rounding = EXACT  # the rounding error of the matrix
+    scale: float | None = None  # by default the largest singular value
+    # shape of the matrix that has the rounding, if it is written in other coordinates
+    shape: Sequence[int] | None = None
+
+    def rank(self, sigma: Tensor, shape: Sequence[int]) -> tuple[int, float]:
+        """Return the numerical rank, and the singular value at which it ends.
+
+        The singular values are descending, and those of a matrix of this shape.
+
+        Example:
+            >>> sigma = torch.tensor([3.0, 1e-2, 1e-9])
+            >>> RankRule(1e-6).rank(sigma, (3, 3))[0]
+            2
+            >>> RankRule(1e-6, Rounding(edge=0.1, energy=1e-3)).rank(sigma, (3, 3))
+            (1, 0.1)
+            >>> RankRule(1e-6, Rounding(edge=0.1, energy=1e-6)).rank(sigma, (3, 3))[0]
+            2
+            >>> RankRule(1e-6, Rounding(floor=0.1)).rank(sigma, (3, 3))[0]
+            1
+        """
+        if not sigma.numel():
+            return 0, 0.0
+        end, edge = self.cut_off(sigma), self.rounding.edge
+        if end < edge:
+            below = sigma[sigma <= edge]
+            energy, rank = float(below.square().sum()), len(sigma) - len(below)
+            if energy_of_rounding(energy, rank, self.shape or shape, self.rounding):
+                end = edge
+        return int((sigma > end).sum()), end
+
+    def cut_off(self, sigma: Tensor) -> float:
+        """Return the singular value at which the rank ends if nothing more is rounding."""
+        scale = float(sigma[0]) if self.scale is None else self.scale
+        return max(self.rtol * scale, self.rounding.floor)
 
 
 def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding: Rounding) -> bool:
@@ -197,65 +203,32 @@ def energy_of_rounding(energy: float, rank: int, shape: Sequence[int], rounding:
     return energy <= _MOSTLY * share * (rounding.energy + rounding.before)
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """The k leading triplets of a matrix, and the rule for its numerical rank."""
-
-    k: int
-    rtol: float
-    scale: float | None
-    rounding: Rounding
-    shape: Sequence[int]
-    equals: bool = True
-
-    def of(self, sigma: Tensor) -> tuple[int, int, float]:
-        """Return how many of all singular values are kept, the numerical rank, and where it ends."""
-        rank, end = numerical_rank(
-            sigma, self.shape, rtol=self.rtol, scale=self.scale, rounding=self.rounding
-        )
-        k = min(self.k, rank)
-        return with_equals(sigma[:rank], k) if self.equals else k, rank, end
-
-    def edge(self, end: float) -> float:
-        """Return `end` if it is the edge of rounding, else 0."""
-        return end if end == self.rounding.edge else 0.0
-
-
-def truncated_svd(
-    matrix: Tensor,
-    k: int,
-    *,
-    rtol: float,
-    rounding: Rounding = EXACT,
-    equals: bool = True,
-) -> TruncatedSvd:
+def truncated_svd(matrix: Tensor, k: int, rule: RankRule, *, equals: bool = True) -> TruncatedSvd:
     """Return the `k` leading singular triplets of `matrix` `(d_out, d_in)`.
 
-    Directions whose singular value is at or below `rtol` times the largest, or that are no more than
-    `rounding`, are beyond the numerical rank (`numerical_rank`). They are arbitrary and never kept. All
-    singular values that equal the k-th are kept, because the order of their directions is arbitrary.
-    With `equals=False`, k is an upper bound.
+    Directions beyond the numerical rank are arbitrary and never kept. All singular values that equal the
+    k-th are kept, because the order of their directions is arbitrary. With `equals=False`, k is an upper
+    bound.
 
     Float64 is computed by an SVD. Float32 is computed by the float64 eigenproblem of the smaller Gram
     matrix, V_kᵀ = Σ_k⁻¹U_kᵀF, which resolves σ down to 1e-8 of the largest.
 
     Example:
-        >>> top = truncated_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 3, rtol=1e-6)
+        >>> top = truncated_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 3, RankRule(1e-6))
         >>> top.leading.tolist(), top.rank
         ([3.0, 2.0], 2)
     """
-    return _truncated(matrix, _Wanted(k, rtol, None, rounding, matrix.shape, equals))
+    d_out, d_in = matrix.shape
+    if spectrum_choice(d_out, d_in, k, matrix.dtype.itemsize).taken != "svd":
+        return _of_gram(matrix, float64_gram(wide_of(matrix)), k, rule, equals=equals)
+    left, sigma, right = svd(matrix)
+    rank, end = rule.rank(sigma, matrix.shape)
+    k = _kept(sigma[:rank], k, equals)
+    # Copies, so that the memory of the full factors is freed.
+    return _ended(left[:, :k].clone(), right[:k].clone(), sigma, rank, end, rule)
 
 
-def leading_svd(
-    matrix: Tensor,
-    k: int,
-    *,
-    rtol: float,
-    scale: float | None = None,
-    rounding: Rounding = EXACT,
-    shape: Sequence[int] | None = None,
-) -> TruncatedSvd:
+def leading_svd(matrix: Tensor, k: int, rule: RankRule) -> TruncatedSvd:
     """Return the triplets that `truncated_svd` returns, for callers that need no other singular values.
 
     `sigma` may end soon after the kept values; `rank` is then only a lower bound. In return, a large
@@ -263,69 +236,66 @@ def leading_svd(
     (`covmerge.maths.linalg.refined`). If the spectrum does not allow that, or if its end may be rounding,
     everything is computed as in `truncated_svd`.
 
-    `rtol` is in units of `scale`, by default the largest singular value. `shape` is that of the matrix that
-    has the `rounding`, if `matrix` is it in other coordinates.
-
     Example:
-        >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, rtol=1e-6)
+        >>> top = leading_svd(torch.diag(torch.tensor([3.0, 2.0, 0.0])), 1, RankRule(1e-6))
         >>> top.leading.tolist(), top.left.abs().mT.tolist()
         ([3.0], [[1.0, 0.0, 0.0]])
     """
-    wanted = _Wanted(k, rtol, scale, rounding, matrix.shape if shape is None else shape)
     d_out, d_in = matrix.shape
     choice = leading_choice(d_out, d_in, k, matrix.dtype.itemsize, matrix.device.type)
     if choice.taken != "refined":
-        return _truncated(matrix, wanted)
+        return truncated_svd(matrix, k, rule)
     gram = float64_gram(wide_of(matrix))
-    top = _refined(matrix, gram, wanted)
-    return _of_gram(matrix, gram, wanted) if top is None else top
+    top = _refined(matrix, gram, k, rule)
+    return _of_gram(matrix, gram, k, rule) if top is None else top
 
 
-def _truncated(matrix: Tensor, wanted: _Wanted) -> TruncatedSvd:
-    d_out, d_in = matrix.shape
-    if spectrum_choice(d_out, d_in, wanted.k, matrix.dtype.itemsize).taken != "svd":
-        return _of_gram(matrix, float64_gram(wide_of(matrix)), wanted)
-    left, sigma, right = svd(matrix)
-    k, rank, end = wanted.of(sigma)
-    # Copies, so that the memory of the full factors is freed.
-    left, right = left[:, :k].clone(), right[:k].clone()
-    return TruncatedSvd(left, right, sigma, rank, end, wanted.edge(end))
-
-
-def _of_gram(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd:
+def _of_gram(
+    matrix: Tensor, gram: Tensor, k: int, rule: RankRule, *, equals: bool = True
+) -> TruncatedSvd:
     """Compute the triplets from all eigenpairs of the smaller Gram matrix."""
     values, vectors = eigh(gram)
     sigma = values.clamp_min(0.0).sqrt().flip(0)
-    k, rank, end = wanted.of(sigma)
-    left, right = _sides(matrix, vectors.flip(1)[:, :k], sigma)
-    return TruncatedSvd(left, right, sigma, rank, end, wanted.edge(end))
+    rank, end = rule.rank(sigma, matrix.shape)
+    left, right = _sides(matrix, vectors.flip(1)[:, : _kept(sigma[:rank], k, equals)], sigma)
+    return _ended(left, right, sigma, rank, end, rule)
 
 
-def _refined(matrix: Tensor, gram: Tensor, wanted: _Wanted) -> TruncatedSvd | None:
+def _refined(matrix: Tensor, gram: Tensor, k: int, rule: RankRule) -> TruncatedSvd | None:
     """Compute the triplets from the Gram matrix's leading eigenpairs; None if all values are needed."""
-    noise = wanted.rounding.edge**2
+    noise = rule.rounding.edge**2
     # For weights stored in half precision, much of the spectrum lies below the edge.
     if noise > _FINE * float(gram.diagonal().sum()):
         return None
 
     def cut(values: Tensor) -> int:
-        return with_equals(values.clamp_min(0.0).sqrt(), wanted.k)
+        return with_equals(values.clamp_min(0.0).sqrt(), k)
 
-    pairs = leading_pairs(gram, wanted.k, cut)
+    pairs = leading_pairs(gram, k, cut)
     if pairs is None:
         return None
     sigma = pairs.values.clamp_min(0.0).sqrt()
-    whole = float(sigma[0]) if wanted.scale is None else wanted.scale
-    end = max(wanted.rtol * whole, wanted.rounding.floor)
-    if end < wanted.rounding.edge:
-        # As `numerical_rank` decides if nothing lies below the edge; else all values are needed.
+    end = rule.cut_off(sigma)
+    if end < rule.rounding.edge:
+        # As the rule decides if nothing lies below the edge; else all values are needed.
         if pairs.least <= noise and not all_above(gram, noise):
             return None
-        end = wanted.rounding.edge
+        end = rule.rounding.edge
     if float(sigma[-1]) <= end:
         return None
-    left, right = _sides(matrix, pairs.vectors, sigma)
-    return TruncatedSvd(left, right, sigma, len(sigma), end, wanted.edge(end))
+    return _ended(*_sides(matrix, pairs.vectors, sigma), sigma, len(sigma), end, rule)
+
+
+def _kept(sigma: Tensor, k: int, equals: bool) -> int:
+    """Return how many of the singular values within the rank are kept."""
+    return with_equals(sigma, min(k, len(sigma))) if equals else min(k, len(sigma))
+
+
+def _ended(
+    left: Tensor, right: Tensor, sigma: Tensor, rank: int, end: float, rule: RankRule
+) -> TruncatedSvd:
+    edge = end if end == rule.rounding.edge else 0.0
+    return TruncatedSvd(left, right, sigma, rank, end, edge)
 
 
 def _sides(matrix: Tensor, short: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,9 +325,9 @@ def leading_directions(
     All directions count alike here, the weakest as much as the first. If an eigenproblem has not resolved
     all of them (an `rtol` far below the dtype's rounding), a float64 SVD does, at several times the cost.
     """
-    top = truncated_svd(matrix, k, rtol=rtol)
+    top = truncated_svd(matrix, k, RankRule(rtol))
     if not residual(top) <= ORTHONORMAL:  # NaN fails this comparison too
-        top = truncated_svd(matrix.double(), k, rtol=rtol)
+        top = truncated_svd(matrix.double(), k, RankRule(rtol))
     left, right, sigma, rank = top.left, top.right, top.leading, top.rank
     if errors is not None:
         known = sigma.square() > right.double().square() @ errors.square()
@@ -404,7 +374,7 @@ def residual(top: TruncatedSvd) -> float:
     """Return max |WᵀW − I|, W `(max(d_out, d_in), k)` the singular vectors computed from the other side's.
 
     Example:
-        >>> residual(truncated_svd(torch.diag(torch.tensor([3.0, 2.0])), 2, rtol=1e-6))
+        >>> residual(truncated_svd(torch.diag(torch.tensor([3.0, 2.0])), 2, RankRule(1e-6)))
         0.0
     """
     directions = top.left if len(top.left) > top.right.shape[1] else top.right.mT

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from covmerge.base.types import LowRank
 from covmerge.maths.linalg.lapack import norm, qr, svd
-from covmerge.maths.linalg.spectral import truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, truncated_svd
 
 TOP = 0.05  # share of the directions that counts as leading
 _ITERATIONS = 16
@@ -76,7 +76,7 @@ def spectrum_of(update: Tensor | LowRank) -> Spectrum:
         (_, root), (basis, core) = qr(left), qr(right.mT)
         _, sigma, inputs = svd(root @ core.mT)
         return Spectrum(sigma, (inputs @ basis.mT)[:k].to(update.dtype))
-    top = truncated_svd(update, k, rtol=0.0, equals=False)
+    top = truncated_svd(update, k, RankRule(0.0), equals=False)
     return Spectrum(top.sigma, top.right)
 
 

@@ -196,10 +196,7 @@ def _filtered(
         return Merged(torch.zeros_like(first), diagnostics)
     covariances = active.unit_grams(exact=True)
     normal = normal_equations(covariances)
-    cutoff, rounding = active.cut_off(covariances, rtol)
-    d_out, d_in = group.shape
-    shape = (len(covariances) * d_out, d_in)
-    values, vectors = kept_eigenpairs(normal.gram, rtol=cutoff, rounding=rounding, shape=shape)
+    values, vectors = kept_eigenpairs(normal.gram, active.cut_off(covariances, rtol))
     values, vectors = values.flip(0), vectors.flip(1)
     k, filtered = choose(values)
 

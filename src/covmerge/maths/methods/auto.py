@@ -16,7 +16,7 @@ from covmerge.maths.covariance.normal import normal_equations
 from covmerge.maths.linalg.auto import Cost, solve_cost, sums_cost, svd_cost, system_choice
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.metric import row_blocks
-from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, rank_tolerance, truncated_svd
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import EQUIVARIANT, register
 from covmerge.maths.methods.resolution import of_terms
@@ -186,7 +186,7 @@ def _flat(active: Active, alike: _Alike, group: LinearGroup) -> tuple[Tensor, fl
     weighted = [error.times(weight) for error, weight in pairs]
     rounding = of_terms(active.updates, active.rounding, weighted)
     rtol = rank_tolerance(group.shape, total.dtype, None, group.rounding)
-    top = truncated_svd(total, min(total.shape), rtol=rtol, rounding=rounding)
+    top = truncated_svd(total, min(total.shape), RankRule(rtol, rounding))
     sigma = top.leading
     if not len(sigma):
         return torch.zeros_like(total), 1.0

@@ -20,7 +20,7 @@ from covmerge.maths.covariance.measured import (
 from covmerge.maths.linalg.auto import Cost, dots_cost, metric_cost, symmetric_cost
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.metric import Metric
-from covmerge.maths.linalg.spectral import EXACT, rank_tolerance
+from covmerge.maths.linalg.spectral import RankRule, rank_tolerance
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.auto_measured_diagnostics import EqualisedMeasured
 from covmerge.maths.methods.closed_form import (
@@ -225,7 +225,7 @@ def equalise(
     """
     active = counted.active
     alike = Likeness.of(metric.dots(active.updates), counted.shares)
-    spectrum = metric.spectrum(fused, rtol=rtol, rounding=EXACT)
+    spectrum = metric.spectrum(fused, RankRule(rtol))
     diagnostics = counted.diagnostics(diagnostics, alike)
     if not len(spectrum.sigma):
         return None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost, leading_cost
-from covmerge.maths.linalg.spectral import leading_svd, rank_tolerance
+from covmerge.maths.linalg.spectral import RankRule, leading_svd, rank_tolerance
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
@@ -75,6 +75,6 @@ def cart(
     rtol = rank_tolerance(group.shape, group.updates[0].dtype, None, group.rounding)
     merged = average.clone()
     for update, weight in zip(updates, weights, strict=True):
-        top = leading_svd(update - average, k, rtol=rtol)
+        top = leading_svd(update - average, k, RankRule(rtol))
         merged.addmm_(top.left * top.leading.to(merged.dtype), top.right, alpha=scale * weight)
     return Merged(merged, {"k": k})

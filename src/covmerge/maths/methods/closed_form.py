@@ -25,7 +25,7 @@ from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.cholesky import Cholesky, add_rank_one_, factorize
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.pinv import cut_off_right, kept_eigenpairs, solve_full_rank
-from covmerge.maths.linalg.spectral import EXACT
+from covmerge.maths.linalg.spectral import EXACT, RankRule
 from covmerge.maths.methods.summaries import UNCHANGED
 
 
@@ -75,32 +75,29 @@ class Active:
             for update, weight, size in zip(self.updates, self.weights, self.norms, strict=True)
         ]
 
-    def cut_off(
-        self, covariances: Sequence[Covariance], rtol: float | None
-    ) -> tuple[float, Rounding]:
-        """Return the cut-off of the spectrum of Σ C_t = DᵀD, D = [√s_t Δ_t]_t.
+    def cut_off(self, covariances: Sequence[Covariance], rtol: float | None) -> RankRule:
+        """Return the rule for the eigenvalues of Σ C_t = DᵀD, D = [√s_t Δ_t]_t.
 
-        It is `rtol` times the largest eigenvalue if `rtol` is given; else the default, or the rounding of
+        They end at `rtol` times the largest if `rtol` is given; else at the default, or at the rounding of
         the stored weights in D.
         """
         if rtol is not None:
-            return rtol, EXACT
-        return default_cut_off(self.d_in), self._rounding_in(covariances)
+            return RankRule(rtol)
+        return self._rule(covariances, default_cut_off(self.d_in))
 
     def above_rounding(
         self, covariances: Sequence[Covariance], gram: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return eigenvalues, and their vectors, of the Gram matrix of D or Dᵀ that exceed rounding."""
-        shape = (len(covariances) * len(self.updates[0]), self.d_in)
-        rtol, rounding = len(gram) * torch.finfo(torch.float64).eps, self._rounding_in(covariances)
-        values, vectors = kept_eigenpairs(gram, rtol=rtol, rounding=rounding, shape=shape)
-        if len(values):
-            return values, vectors
-        return kept_eigenpairs(gram, rtol=rtol)
+        rtol = len(gram) * torch.finfo(torch.float64).eps
+        values, vectors = kept_eigenpairs(gram, self._rule(covariances, rtol))
+        return (values, vectors) if len(values) else kept_eigenpairs(gram, RankRule(rtol))
 
-    def _rounding_in(self, covariances: Sequence[Covariance]) -> Rounding:
+    def _rule(self, covariances: Sequence[Covariance], rtol: float) -> RankRule:
         pairs = zip(covariances, self.rounding, strict=True)
-        return Rounding.together(error.times(sqrt(covariance.scale)) for covariance, error in pairs)
+        errors = (error.times(sqrt(covariance.scale)) for covariance, error in pairs)
+        shape = (len(covariances) * len(self.updates[0]), self.d_in)
+        return RankRule(rtol, Rounding.together(errors), shape=shape)
 
 
 def default_cut_off(d_in: int) -> float:
@@ -141,17 +138,9 @@ def solve_ridge(
     return solved, factor
 
 
-def solve_pinv(
-    normal: NormalEquations,
-    *,
-    rtol: float,
-    rounding: Rounding = EXACT,
-    shape: Sequence[int] = (1, 1),
-) -> tuple[Tensor, int, str]:
+def solve_pinv(normal: NormalEquations, rule: RankRule) -> tuple[Tensor, int, str]:
     """Return (Σ R_tC_t)(Σ C_t)†, the rank of Σ C_t and the solver; see `covmerge.maths.linalg.pinv`."""
-    solved, rank, solver = cut_off_right(
-        normal.gram, normal.numerator, rtol=rtol, rounding=rounding, shape=shape
-    )
+    solved, rank, solver = cut_off_right(normal.gram, normal.numerator, rule)
     return normal.lift(solved), rank, solver
 
 
@@ -164,19 +153,16 @@ def solve_cut_off(
     float32 unless Σ C_t is badly conditioned. Otherwise the cut-off decides the result, and sums and
     eigenproblem, or projector, are computed in float64.
     """
-    cutoff, rounding = active.cut_off(covariances, rtol)
+    rule = active.cut_off(covariances, rtol)
     normal = normal_equations(covariances)
-    floor = rounding.edge**2
-    solved = solve_full_rank(normal.gram, normal.numerator, rtol=cutoff, floor=floor)
+    solved = solve_full_rank(normal.gram, normal.numerator, rule)
     if solved is None and normal.gram.dtype != torch.float64:
         del normal
         normal = normal_equations([replace(covariance, exact=True) for covariance in covariances])
-        solved = solve_full_rank(normal.gram, normal.numerator, rtol=cutoff, floor=floor)
-    diagnostics = CutOff(normal.route, cutoff, unchanged=active.unchanged)
+        solved = solve_full_rank(normal.gram, normal.numerator, rule)
+    diagnostics = CutOff(normal.route, rule.rtol, unchanged=active.unchanged)
     if solved is None:
-        d_out, d_in = covariances[0].update.shape
-        shape = (len(covariances) * d_out, d_in)
-        lifted, rank, solver = solve_pinv(normal, rtol=cutoff, rounding=rounding, shape=shape)
+        lifted, rank, solver = solve_pinv(normal, rule)
         return lifted, replace(diagnostics, rank=rank, solver=solver)
     bits = torch.finfo(solved.dtype).bits
     return normal.lift(solved), replace(

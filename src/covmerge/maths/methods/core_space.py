@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.types import LinearGroup, LowRank, Merged, Rounding
+from covmerge.base.types import LinearGroup, LowRank, Merged
 from covmerge.maths.linalg.auto import FLOAT64, Cost, joint_cost, svd_cost
 from covmerge.maths.linalg.joint import far_apart, joint_directions
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.linalg.spectral import rank_tolerance, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, rank_tolerance, truncated_svd
 from covmerge.maths.methods.inner import (
     InnerCombine,
     InnerDensity,
@@ -134,7 +134,7 @@ def core_space(
     if not changed:
         return Merged(torch.zeros_like(like), diagnostics)
     factors = [
-        group.factors[t] if group.factors else _balanced(group.updates[t], rtol, known.rounding[t])
+        group.factors[t] if group.factors else _balanced(group.updates[t], known.rule(t))
         for t in changed
     ]
     outputs = joint_directions([each.left for each in factors], rtol=rtol)
@@ -157,8 +157,7 @@ def core_space(
     merged = merge_inside(inside, inner, scale, density, merge, rank_ratio, rank_rtol)
     core = merged.delta
     if isotropize:
-        error = replace(known, rtol=rtol).of_sum(group)
-        whole = truncated_svd(core, min(core.shape), rtol=rtol, rounding=error)
+        whole = truncated_svd(core, min(core.shape), replace(known, rtol=rtol).of_sum(group))
         longest = max(abs(w) * size for w, size in zip(group.weights, sizes, strict=True))
         resolved = max(_KNOWN, rank_tolerance(group.shape, like.dtype, None, group.rounding))
         short = int((whole.leading < resolved * longest).sum())
@@ -169,9 +168,9 @@ def core_space(
     return Merged(delta.to(like.dtype), diagnostics.beside(merged))
 
 
-def _balanced(update: Tensor, rtol: float, rounding: Rounding) -> LowRank:
+def _balanced(update: Tensor, rule: RankRule) -> LowRank:
     """Return the factors U σ^½ and σ^½ Vᵀ of an update."""
-    found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
+    found = truncated_svd(update, min(update.shape), rule)
     root = found.leading.sqrt().to(update.dtype)
     return LowRank(found.left * root, found.right * root[:, None])
 

@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, Summary
-from covmerge.base.types import LinearGroup, Merged, Rounding
+from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm
 from covmerge.maths.linalg.polar import CERTAIN, Polar, polar
-from covmerge.maths.linalg.spectral import truncated_svd, with_equals
+from covmerge.maths.linalg.spectral import RankRule, truncated_svd, with_equals
 from covmerge.maths.methods.registry import AXIS_BOUND, Parameters, Reference, Sides, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import DEPENDENT, UNCHANGED
@@ -169,10 +169,7 @@ def esm(
     heard = [t for t in changed if grams[t].any()]
     diagnostics = EssentialDiagnostics(len(group.updates) - len(changed), len(changed) - len(heard))
     k = max(1, group.shape[0] // max(1, len(heard)))
-    parts = [
-        _essential(group.updates[t], grams[t], k, known.rtol, known.rounding[t], energy_rtol)
-        for t in heard
-    ]
+    parts = [_essential(group.updates[t], grams[t], k, known.rule(t), energy_rtol) for t in heard]
     if not sum(len(part.energy) for part in parts):
         return Merged(torch.zeros_like(like), diagnostics)
     mean = fsum(part.size for part in parts) / len(parts)
@@ -205,10 +202,10 @@ def esm(
 
 
 def _essential(
-    update: Tensor, gram: Tensor, k: int, rtol: float, rounding: Rounding, energy_rtol: float
+    update: Tensor, gram: Tensor, k: int, rule: RankRule, energy_rtol: float
 ) -> _Essential:
     """Return the k principal directions of Δz with most energy, and those that equal the last."""
-    found = truncated_svd(update, min(update.shape), rtol=rtol, rounding=rounding)
+    found = truncated_svd(update, min(update.shape), rule)
     root = found.right.to(torch.float64) * found.leading[:, None]
     values, vectors = eigh(root @ gram.to(torch.float64) @ root.mT)
     energy, turn = values.flip(0), vectors.flip(1)

@@ -16,7 +16,7 @@ from covmerge.base.types import LinearGroup, Merged, Rounding
 from covmerge.maths.linalg.auto import Cost, leading_cost, polar_cost, svd_cost
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.polar import Polar, goes_by_products, orthogonalized, polar_by_products
-from covmerge.maths.linalg.spectral import TruncatedSvd, leading_svd, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, TruncatedSvd, leading_svd, truncated_svd
 from covmerge.maths.methods.closed_form import stack_weighted
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, Resolution, resolution
@@ -159,7 +159,7 @@ def _polar_of_sum(group: LinearGroup, known: Resolution) -> Polar | None:
     if not goes_by_products(group.updates[0]):
         return None
     total = stack_weighted(group.updates, group.weights)
-    return polar_by_products(total, rtol=known.rtol, rounding=known.of_sum(group))
+    return polar_by_products(total, known.of_sum(group))
 
 
 def flattened(whole: TruncatedSvd) -> Tensor:
@@ -227,10 +227,7 @@ def iso_cts(
     c, s = _dimensions(whole.rank, len(changed), common_fraction)
     common = whole.first(c)
     beyond = _beyond(whole, common)
-    tasks = [
-        _task_directions(update, common.left, beyond, s, rtol=known.rtol, rounding=error)
-        for update, _, error in changed
-    ]
+    tasks = [_task_directions(update, common.left, beyond, s, rule) for update, _, rule in changed]
     sigma = [part.leading * w for part, (_, w, _) in zip(tasks, changed, strict=True)]
     flat = float(torch.cat([*sigma, common.leading]).mean())
     joined = orthogonalized(tasks, rtol=known.rtol, apart=common, frame=beyond)
@@ -241,7 +238,7 @@ def iso_cts(
         per_task=s,
         directions=len(common.right) + sum(map(len, sigma)),
         dependent=joined.dependent,
-        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group)),
+        turned_by=_turned_by(whole, common, tasks, changed, known.of_sum(group).rounding),
         sigma=flat,
     )
     return Merged((joined.left @ joined.right).mul_(scale * flat), diagnostics)
@@ -251,7 +248,7 @@ def _turned_by(
     whole: TruncatedSvd,
     common: TruncatedSvd,
     tasks: Sequence[TruncatedSvd],
-    changed: Sequence[tuple[Tensor, float, Rounding]],
+    changed: Sequence[tuple[Tensor, float, RankRule]],
     rounding: Rounding,
 ) -> float | None:
     """Return how far errors E of the sum and E_t of Δ_t turn a task's weakest direction, to first order.
@@ -265,9 +262,12 @@ def _turned_by(
     c = len(common.right)
     gaps = common.leading - (whole.leading[c] if c < whole.rank else 0.0)
     off = [
-        (rounding.edge * norm((common.left.mT @ update).double() / gaps[:, None]) + error.edge)
+        (
+            rounding.edge * norm((common.left.mT @ update).double() / gaps[:, None])
+            + rule.rounding.edge
+        )
         / float(part.leading[-1])
-        for part, (update, _, error) in zip(tasks, changed, strict=True)
+        for part, (update, _, rule) in zip(tasks, changed, strict=True)
         if len(part.right)
     ]
     return max(off, default=None)
@@ -278,8 +278,7 @@ def _svd_of_sum(group: LinearGroup, known: Resolution) -> TruncatedSvd:
 
     def make() -> TruncatedSvd:
         total = stack_weighted(group.updates, group.weights)
-        error = known.of_sum(group)
-        return truncated_svd(total, min(total.shape), rtol=known.rtol, rounding=error)
+        return truncated_svd(total, min(total.shape), known.of_sum(group))
 
     return group.once(f"svd of the sum, {known}", make)
 
@@ -297,19 +296,11 @@ def _beyond(whole: TruncatedSvd, common: TruncatedSvd) -> Tensor | None:
 
 
 def _task_directions(
-    update: Tensor,
-    common: Tensor,
-    beyond: Tensor | None,
-    k: int,
-    *,
-    rtol: float,
-    rounding: Rounding,
+    update: Tensor, common: Tensor, beyond: Tensor | None, k: int, rule: RankRule
 ) -> TruncatedSvd:
     """Return the leading triplets of (I − U_cU_cᵀ)Δ; U is in the basis `beyond` if that is given."""
     if beyond is None:
         rows = torch.addmm(update, common, common.mT @ update, alpha=-1.0)
     else:
         rows = beyond.mT @ update
-    return leading_svd(
-        rows, k, rtol=rtol, scale=norm(update), rounding=rounding, shape=update.shape
-    )
+    return leading_svd(rows, k, replace(rule, scale=norm(update), shape=update.shape))

@@ -14,6 +14,7 @@ from covmerge.maths.covariance.measured import (
     measured_values,
 )
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost
+from covmerge.maths.linalg.spectral import RankRule
 from covmerge.maths.methods.closed_form import default_cut_off, solve_pinv
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
@@ -85,5 +86,5 @@ def lot(
     grams = measured_values(group, "gram", method="lot")
     normal = measured_equations(group.updates, grams, group.weights, dtype=torch.float64)
     cutoff = default_cut_off(len(grams[0])) if rtol is None else rtol
-    merged, rank, _ = solve_pinv(normal, rtol=cutoff)
+    merged, rank, _ = solve_pinv(normal, RankRule(cutoff))
     return Merged(merged.to(group.updates[0].dtype), {"rank": rank, "rtol": cutoff})

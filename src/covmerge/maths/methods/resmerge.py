@@ -138,10 +138,7 @@ def resmerge(
     unchanged = len(group.updates) - len(changed)
     if not changed:
         return Merged(torch.zeros_like(group.updates[0]), ResDiagnostics(unchanged))
-    parts = [
-        leading_svd(update, head_rank, rtol=known.rtol, rounding=error)
-        for update, _, error in changed
-    ]
+    parts = [leading_svd(update, head_rank, rule) for update, _, rule in changed]
     updates, weights = [update for update, _, _ in changed], [weight for _, weight, _ in changed]
     beyond = [t for t, part in enumerate(parts) if part.rank > len(part.leading)]
     without = len(parts) - len(beyond)

@@ -16,7 +16,7 @@ from covmerge.base.types import LinearGroup, Rounding
 from covmerge.maths.linalg.joint import far_apart
 from covmerge.maths.linalg.lapack import norm, square_norm
 from covmerge.maths.linalg.pinv import largest_singular_values
-from covmerge.maths.linalg.spectral import EXACT, rank_tolerance, truncated_svd
+from covmerge.maths.linalg.spectral import EXACT, RankRule, rank_tolerance, truncated_svd
 
 RankRtol = Annotated[
     float | None,
@@ -51,30 +51,33 @@ class Resolution:
         if not far_apart([norm(update) for update in updates]):
             return tuple(updates)
         return tuple(
-            truncated_svd(each, min(each.shape), rtol=self.rtol, rounding=error).product()
-            for each, error in zip(updates, self.rounding, strict=True)
+            truncated_svd(each, min(each.shape), self.rule(t)).product()
+            for t, each in enumerate(updates)
         )
 
-    def of_sum(self, group: LinearGroup, sizes: Sequence[float] | None = None) -> Rounding:
-        """Return the rounding error of S = Σ w_tΔ_t.
+    def rule(self, expert: int) -> RankRule:
+        """Return the rule for the numerical rank of the update of the expert at this place."""
+        return RankRule(self.rtol, self.rounding[expert])
+
+    def of_sum(self, group: LinearGroup) -> RankRule:
+        """Return the rule for the numerical rank of S = Σ w_tΔ_t.
 
         If updates cancel, the error of arithmetic is `rtol` times the updates, not times S. No direction
         of S counts below rtol √(Σ w_t²σ₁(Δ_t)²), with d at least 256 in `rtol`, because longer products
-        may have made a small matrix, such as a core. `sizes` are the σ₁(Δ_t), if they are known.
+        may have made a small matrix, such as a core.
         """
         if self.given:
-            return EXACT
-        if sizes is None:
-            sizes = [float(largest_singular_values(update)) for update in group.updates]
+            return RankRule(self.rtol)
+        sizes = [float(largest_singular_values(update)) for update in group.updates]
         each = zip(self.rounding, group.weights, sizes, strict=True)
         rtol = self.rtol * max(1.0, sqrt(_OF_CORES / max(group.shape)))
         errors = [replace(error, floor=rtol * size).times(weight) for error, weight, size in each]
-        return of_terms(group.updates, self.rounding, errors)
+        return RankRule(self.rtol, of_terms(group.updates, self.rounding, errors))
 
-    def changed(self, group: LinearGroup) -> list[tuple[Tensor, float, Rounding]]:
-        """Return update, weight and rounding of the experts that changed the layer."""
-        each = zip(group.updates, group.weights, self.rounding, strict=True)
-        return [(update, weight, error) for update, weight, error in each if update.any()]
+    def changed(self, group: LinearGroup) -> list[tuple[Tensor, float, RankRule]]:
+        """Return update, weight and rule of the experts that changed the layer."""
+        each = enumerate(zip(group.updates, group.weights, strict=True))
+        return [(update, weight, self.rule(t)) for t, (update, weight) in each if update.any()]
 
 
 def of_terms(

@@ -161,10 +161,7 @@ def _factors(group: LinearGroup, experts: Sequence[int], rank_rtol: float | None
     if group.factors:
         return [group.factors[t] for t in experts]
     known, side = resolution(group, rank_rtol), min(group.updates[0].shape)
-    found = (
-        truncated_svd(group.updates[t], side, rtol=known.rtol, rounding=known.rounding[t])
-        for t in experts
-    )
+    found = (truncated_svd(group.updates[t], side, known.rule(t)) for t in experts)
     return [LowRank(each.left * each.leading.to(each.left.dtype), each.right) for each in found]
 
 

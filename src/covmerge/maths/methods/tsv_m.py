@@ -57,9 +57,7 @@ def _find(group: LinearGroup, known: Resolution, *, lossless: bool) -> Triplets:
         return Triplets(unchanged, None, (), ())
     side = min(group.shape)
     k = side if lossless else max(1, side // len(changed))
-    parts = tuple(
-        leading_svd(update, k, rtol=known.rtol, rounding=error) for update, _, error in changed
-    )
+    parts = tuple(leading_svd(update, k, rule) for update, _, rule in changed)
     return Triplets(unchanged, k, parts, tuple(weight for _, weight, _ in changed))
 
 

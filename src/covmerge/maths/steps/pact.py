@@ -14,7 +14,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, LowRank, Rounding
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm, qr
-from covmerge.maths.linalg.spectral import EXACT, leading_svd
+from covmerge.maths.linalg.spectral import EXACT, RankRule, leading_svd
 from covmerge.maths.linalg.symmetric import gram
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
@@ -143,11 +143,11 @@ def _protected(group: LinearGroup, core: float, own: int) -> Iterator[Tensor]:
     assert group.base is not None
     known = resolution(group, None)
     k = max(1, int(core * min(group.shape)))
-    parts = [leading_svd(group.base, k, rtol=known.rtol).right]
+    parts = [leading_svd(group.base, k, RankRule(known.rtol)).right]
     for update, error in zip(group.updates, known.rounding, strict=True):
         # An update that is no larger than its file's rounding still counts as the expert's change.
         error = error if error.edge < norm(update) else EXACT
-        parts.append(leading_svd(update, own, rtol=known.rtol, rounding=error).right)
+        parts.append(leading_svd(update, own, RankRule(known.rtol, error)).right)
     frame, coordinates = qr(torch.cat(parts).to(torch.float64).mT)
     anchored, *rewritten = torch.split(coordinates, [len(part) for part in parts], dim=1)
     relied = [gram((anchored - v @ (v.mT @ anchored)).mT) for v in rewritten]

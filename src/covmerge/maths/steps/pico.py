@@ -89,9 +89,7 @@ def pico(
             left = group.factors[t].left.double()
         else:
             update = group.updates[t]
-            found = truncated_svd(
-                update, min(update.shape), rtol=known.rtol, rounding=known.rounding[t]
-            )
+            found = truncated_svd(update, min(update.shape), known.rule(t))
             left = found.left.double() * found.leading.sqrt()
         add_gram_(crowd, left.mT)
     crowd = mirror_(crowd).mul_((len(changed) - 1) / float(crowd.diagonal().sum()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.lapack import norm
-from covmerge.maths.linalg.spectral import TruncatedSvd, sizes_of_equals, truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, TruncatedSvd, sizes_of_equals, truncated_svd
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference
 from covmerge.maths.methods.resolution import resolution
 from covmerge.maths.steps.registry import register_step
@@ -86,13 +86,14 @@ def svc(
     delta = merged.delta
     known = resolution(group, None)
     changed = known.changed(group)
-    top = truncated_svd(delta, min(delta.shape), rtol=known.rtol)
+    top = truncated_svd(delta, min(delta.shape), RankRule(known.rtol))
     if not changed or not top.rank:
         return merged
     sizes = sizes_of_equals(top.leading)
     total = top.leading.new_zeros(len(sizes))
-    for update, _, error in changed:
-        nothing = max((known.rtol * norm(update)) ** 2, _MOSTLY * error.energy / group.shape[0])
+    for update, _, rule in changed:
+        rounding = _MOSTLY * rule.rounding.energy / group.shape[0]
+        nothing = max((known.rtol * norm(update)) ** 2, rounding)
         total += _carried(top, update, sizes, nothing).clamp_min(alpha)
     gains = torch.repeat_interleave(len(changed) / total, torch.tensor(sizes, device=total.device))
     if top.rank == min(delta.shape):

@@ -13,7 +13,7 @@ from covmerge.base.errors import NotFiniteError
 from covmerge.base.types import Json, LinearGroup, LowRank, Role, Rounding
 from covmerge.files.tensors.views import MatrixLayout, matrices
 from covmerge.maths.linalg.auto import Cost, svd_cost
-from covmerge.maths.linalg.spectral import numerical_rank, rank_tolerance
+from covmerge.maths.linalg.spectral import RankRule, rank_tolerance
 from covmerge.maths.measures.retention import retention
 from covmerge.maths.measures.rounding import lost_when_stored, rounded_to, rounding_of
 from covmerge.maths.measures.spectrum import Spectrum, leading, spectrum_of
@@ -183,7 +183,7 @@ def inspect_cost(
 def _ranked(spectrum: Spectrum, base: Tensor, error: Rounding) -> dict[str, Json]:
     """Return a spectrum and its numerical rank, the number of σ above the rounding of stored weights."""
     rtol = rank_tolerance(base.shape, base.dtype, None, [error])
-    rank, _ = numerical_rank(spectrum.sigma, base.shape, rtol=rtol, rounding=error)
+    rank, _ = RankRule(rtol, error).rank(spectrum.sigma, base.shape)
     return _shown(spectrum, rank)
 
 

@@ -17,7 +17,7 @@ from covmerge.base.errors import CheckpointError, TensorError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, LinearGroup, LowRank
 from covmerge.maths.linalg.lapack import square_norm
-from covmerge.maths.linalg.spectral import truncated_svd
+from covmerge.maths.linalg.spectral import RankRule, truncated_svd
 from covmerge.maths.methods import Method
 from covmerge.maths.methods.factored import MergedFactors
 from covmerge.maths.methods.registry import Known
@@ -187,7 +187,7 @@ class Rows:
         if isinstance(delta, MergedFactors):
             found, sigma = delta.truncated(rank)
             return (found.mT if layout is not None and layout.transposed else found), sigma
-        top = truncated_svd(delta.reshape(len(delta), -1), rank, rtol=0.0, equals=False)
+        top = truncated_svd(delta.reshape(len(delta), -1), rank, RankRule(0.0), equals=False)
         root = top.leading.to(top.left.dtype).sqrt()
         # A result of lower rank than its place in the file is filled up with zero terms.
         spare = (0, rank - len(root))
