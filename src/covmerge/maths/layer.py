@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from math import inf, sqrt
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,12 +26,11 @@ from covmerge.maths.methods.registry import Kernel
 from covmerge.maths.steps import Steps, with_steps
 from covmerge.maths.steps.compose import steps_around
 
-_Update = TypeVar("_Update", Tensor, LowRank)
+_Update = TypeVar("_Update", bound=Tensor | LowRank)
 
 
-@overload
 def merge_layer(
-    updates: Sequence[Tensor],
+    updates: Sequence[_Update],
     method: str | Kernel = "",
     *,
     weights: Sequence[float] | None = None,
@@ -41,32 +40,7 @@ def merge_layer(
     before: Steps = (),
     after: Steps = (),
     **params: Any,
-) -> Tensor: ...
-@overload
-def merge_layer(
-    updates: Sequence[Tensor | LowRank],
-    method: str | Kernel = "",
-    *,
-    weights: Sequence[float] | None = None,
-    data: Sequence[Tensor] | None = None,
-    base: Tensor | None = None,
-    stored: torch.dtype | None = None,
-    before: Steps = (),
-    after: Steps = (),
-    **params: Any,
-) -> Tensor | LowRank: ...
-def merge_layer(
-    updates: Sequence[Tensor | LowRank],
-    method: str | Kernel = "",
-    *,
-    weights: Sequence[float] | None = None,
-    data: Sequence[Tensor] | None = None,
-    base: Tensor | None = None,
-    stored: torch.dtype | None = None,
-    before: Steps = (),
-    after: Steps = (),
-    **params: Any,
-) -> Tensor | LowRank:
+) -> Tensor | _Update:
     """Merge the task vectors of one layer and return the merged update.
 
     Args:
@@ -144,7 +118,8 @@ def merge_layer(
         delta = found.times(scale).delta
         norms = [sqrt(update.square_norm()) for update in factors]
         _say_if_long(chosen, found.stats, sqrt(delta.square_norm()), norms)
-        return _stored(delta, given)
+        # All updates are factors.
+        return cast("_Update", LowRank(*_stored(_parts(delta), given)))
     dense = tuple(_dense(index, update.to(dtype)) for index, update in enumerate(updates))
     start = None if base is None else base.to(dense[0].device, dtype)
     models = () if start is None or chosen.sees == "updates" else [start + u for u in dense]
@@ -162,7 +137,7 @@ def merge_layer(
     merged = chosen(group, **parameters).times(scale, group.base)
     norms = [norm(update) for update in dense]
     _say_if_long(chosen, merged.stats, norm(merged.delta), norms)
-    return _stored(merged.delta, given)
+    return _stored((merged.delta,), given)[0]
 
 
 def _rounding(
@@ -226,16 +201,15 @@ def _say_if_long(
         )
 
 
-def _stored(merged: _Update, dtype: torch.dtype) -> _Update:
-    """Return the merged update in the dtype of the updates."""
+def _stored(parts: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the merged update, or its factors, in the dtype of the updates."""
     try:
-        parts = [stored_as(part, dtype) for part in _parts(merged)]
+        return [stored_as(part, dtype) for part in parts]
     except OverflowError as error:
         raise TensorError(
-            f"the merged update is finite in {merged.dtype} and overflows {dtype}, the dtype of the "
+            f"the merged update is finite in {parts[0].dtype} and overflows {dtype}, the dtype of the "
             f"updates ({error}): pass them in a wider one, as update.float() or update.double()"
         ) from error
-    return cast("_Update", LowRank(*parts) if isinstance(merged, LowRank) else parts[0])
 
 
 def _dense(index: int, update: Tensor | LowRank) -> Tensor:

@@ -57,7 +57,6 @@ class Counted:
     group: LinearGroup  # the group with all experts
     active: Active  # the experts that changed the layer
     bounds: list[float]  # b_t
-    shares: Tensor  # s_t, float64
     used: Tensor  # ω_t `(T,)`, float64, the share of the layer's directions that each update uses
 
     @classmethod
@@ -68,27 +67,25 @@ class Counted:
             return None
         pairs = zip(active.updates, active.norms, strict=True)
         used = [share_used(update, size, min(group.shape)) for update, size in pairs]
-        return cls.of_active(group, active, used)
+        return cls(group, active, _bounds(active), torch.tensor(used, dtype=torch.float64))
 
-    @classmethod
-    def of_active(cls, group: LinearGroup, active: Active, used: Sequence[float]) -> Counted:
-        """Return how experts count, given those that changed the layer (at least one) and their ω_t."""
-        bounds = _bounds(active)
-        sizes = [size * bound for size, bound in zip(active.norms, bounds, strict=True)]
-        share_of_each = torch.tensor(used, dtype=torch.float64)
-        return cls(group, active, bounds, _shares(sizes), share_of_each)
+    @cached_property
+    def energies(self) -> Tensor:
+        """‖b_tΔ_t‖², float64."""
+        sizes = [size * bound for size, bound in zip(self.active.norms, self.bounds, strict=True)]
+        return torch.tensor(sizes, dtype=torch.float64).square()
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed a layer."""
+        energies = self.energies
+        return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
 
     @cached_property
     def weights(self) -> Tensor:
         """w_t, float64, of mean 1 by the shares s_t, so that it is continuous as an update vanishes."""
         weights = torch.tensor(self.active.weights, dtype=torch.float64)
         return weights * float(self.shares.sum() / (self.shares * weights).sum())
-
-    @cached_property
-    def in_sum(self) -> list[float]:
-        """w_tb_t of each expert."""
-        pairs = zip(self.weights, self.bounds, strict=True)
-        return [float(weight) * bound for weight, bound in pairs]
 
     def towards_safest(self) -> float | None:
         """Return a, how far a merged update goes towards R; None if the base's norm is not known.
@@ -98,42 +95,27 @@ class Counted:
         base_norm = self.group.base_norm
         if base_norm is None:
             return None
-        sizes = [size * bound for size, bound in zip(self.active.norms, self.bounds, strict=True)]
-        energies = torch.tensor(sizes, dtype=torch.float64).square()
-        together = sqrt(float((self.shares * self.weights * energies).sum()))
-        return -expm1(-log1p(_times(together, _OF_WEIGHTS * base_norm) ** 4))
+        together = sqrt(float((self.shares * self.weights * self.energies).sum()))
+        usual = _OF_WEIGHTS * base_norm
+        times = min(_FAR, together / usual) if usual else _FAR
+        return -expm1(-log1p(times**4))
 
-    @cached_property
-    def mean_used(self) -> float:
-        """ω̄ = Σ s_tω_t / Σ s_t."""
-        return float((self.shares * self.used).sum() / self.shares.sum())
-
-    @cached_property
     def uneven(self) -> float:
-        """η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)), from 0 to 1.
+        """Return η = Σ s_t(ω_t − ω̄)² / (Σ s_t ω̄(1 − ω̄)), ω̄ = Σ s_tω_t / Σ s_t, from 0 to 1.
 
         It is 0 if all experts use equally many of the layer's directions, and 1 if some use all and the
         others none.
         """
-        apart = (self.used - self.mean_used).square()
+        mean = float((self.shares * self.used).sum() / self.shares.sum())
+        apart = (self.used - mean).square()
         variance = float((self.shares * apart).sum() / self.shares.sum())
-        most = self.mean_used * (1.0 - self.mean_used)
+        most = mean * (1.0 - mean)
         return min(1.0, variance / most) if most > 0.0 else 0.0
 
     def of_all(self, values: Sequence[float]) -> tuple[float, ...]:
         """Return a number per expert of the group, 0 for those that did not change the layer."""
         of_active = dict(zip(map(id, self.active.updates), values, strict=True))
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
-
-    def diagnostics(self, before: EqualisedMeasured, alike: Likeness) -> EqualisedMeasured:
-        """Return the diagnostics with the facts about how the experts count."""
-        return replace(
-            before,
-            shares=self.of_all([float(share) for share in self.shares]),
-            bounds=self.of_all(self.bounds),
-            unlike_experts=alike.experts,
-            uneven_use=self.uneven,
-        )
 
 
 @dataclass(frozen=True)
@@ -163,46 +145,6 @@ class Likeness:
         )
 
 
-@dataclass(frozen=True)
-class Flattening:
-    """The factors of λ (K + τ²I)^(−q/2) on the directions of the outputs."""
-
-    lift: Tensor  # the factors of R's directions `(k,)`, without λ
-    scale: float  # λ
-    unseen: float  # the factor of directions outside C₀'s range, with λ
-    diagnostics: EqualisedMeasured  # the facts about this step
-
-
-def flattening(
-    counted: Counted, alike: Likeness, sigma: Tensor, whole: float, diagnostics: EqualisedMeasured
-) -> Flattening:
-    """Return how far the spectrum of RC₀^½ is flattened, and how long the result becomes.
-
-    Args:
-        counted: the experts.
-        alike: their likeness.
-        sigma: the singular values of RC₀^½ within the numerical rank `(k,)`, float64, k > 0.
-        whole: Σσ of (Σ w_tb_tΔ_t) C₀^½.
-        diagnostics: the facts known before this step.
-    """
-    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
-    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
-    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - counted.uneven)
-    lift = (sigma.square() + faint) ** (-exponent / 2.0)
-    scale = alike.agreement * whole / float((sigma * lift).sum())
-    lifted = sigma * lift * scale
-    together = float((alike.lengths * counted.weights).sum())
-    diagnostics = replace(
-        diagnostics,
-        directions_in_use=in_use,
-        flattening=exponent,
-        lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=norm(lifted) / together,
-    )
-    unseen = float(faint) ** (-exponent / 2.0) * scale
-    return Flattening(lift, scale, unseen, diagnostics)
-
-
 def equalise(
     counted: Counted,
     fused: Tensor,
@@ -223,31 +165,39 @@ def equalise(
     Returns:
         The merged update and its diagnostics; None if C₀R is zero.
     """
-    active = counted.active
-    alike = Likeness.of(metric.dots(active.updates), counted.shares)
+    updates = counted.active.updates
+    alike = Likeness.of(metric.dots(updates), counted.shares)
     spectrum = metric.spectrum(fused, RankRule(rtol))
-    diagnostics = counted.diagnostics(diagnostics, alike)
-    if not len(spectrum.sigma):
+    sigma = spectrum.sigma
+    if not len(sigma):
         return None
-    whole = metric.nuclear_norm(stack_weighted(active.updates, counted.in_sum))
-    found = flattening(counted, alike, spectrum.sigma, whole, diagnostics)
-    merged, diagnostics = spectrum.lifted(found.lift * found.scale, found.unseen), found.diagnostics
+    faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
+    in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
+    uneven = counted.uneven()
+    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - uneven)
+    lift = (sigma.square() + faint) ** (-exponent / 2.0)
+    pairs = zip(counted.weights, counted.bounds, strict=True)
+    in_sum = [float(weight) * bound for weight, bound in pairs]
+    whole = metric.nuclear_norm(stack_weighted(updates, in_sum))
+    scale = alike.agreement * whole / float((sigma * lift).sum())
+    lifted = sigma * lift * scale
+    merged = spectrum.lifted(lift * scale, float(faint) ** (-exponent / 2.0) * scale)
     away = counted.towards_safest()
     if away is not None:
         merged = merged.mul_(1.0 - away).add_(fused, alpha=away)
-        diagnostics = replace(diagnostics, towards_least_squares=away)
+    diagnostics = replace(
+        diagnostics,
+        shares=counted.of_all([float(share) for share in counted.shares]),
+        bounds=counted.of_all(counted.bounds),
+        unlike_experts=alike.experts,
+        uneven_use=uneven,
+        directions_in_use=in_use,
+        flattening=exponent,
+        lengthening=float(lifted.sum() / sigma.sum()),
+        outputs_length=norm(lifted) / float((alike.lengths * counted.weights).sum()),
+        towards_least_squares=away,
+    )
     return Merged(merged, diagnostics)
-
-
-def _times(length: float, base: float) -> float:
-    """Return length / base, at most `_FAR`, which stands for a base of zero too."""
-    return min(_FAR, length / base) if base else _FAR
-
-
-def _shares(norms: Sequence[float]) -> Tensor:
-    """Return s_t, float64: 1 for an expert as long as the others, 0 for one that hardly changed a layer."""
-    energies = torch.tensor(norms, dtype=torch.float64).square()
-    return energies / (energies + _SMALL * energies.square().sum() / energies.sum())
 
 
 def _bounds(active: Active) -> list[float]:
