@@ -197,12 +197,7 @@ def ace(
             scaled to mean 1 first).
         eps: ε in squared units of the updates; 4e-2 for GPT-2 and 2e-4 for RoBERTa-base in the
             paper, 1e-5 for everything else.
-        tau: τ.
         k_frac: k = ⌊k_frac · min(d_out, d_in)⌋, at least 1, at most the numerical rank.
-        rank_rtol: where the numerical rank ends; singular directions beyond it are arbitrary.
-        normalize: whether the gate may fire at all.
-        prior: whether C_agg joins the system.
-        refine: whether Eqs. 15–19 run where the gate fired.
         gate: the paper's γ depends on the absolute scale of the updates (it fires for equal norms
             near 1); `scale_free` does not.
 

@@ -101,9 +101,6 @@ def aswudi(
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's covariance and its part of Θ₀
             (weights are scaled to mean 1 first).
-        start: Θ₀, the sum of the updates (the default of the published code), or their mean.
-        scale: factor on the merged update.
-        rtol: the relative cut-off of ΣĈ_t's spectrum.
 
     Departs from the paper: eigenvalues below the cut-off are no directions, and do not count in K
     (published: each counts as 1e-8, so K grows with the layer's width, and adapters would not merge alike
@@ -159,9 +156,6 @@ def swudi(
         group: updates `(d_out, d_in)`; weights as in `aswudi`.
         time: t; the default is that of the published code, as is that of the ratio.
         rank_ratio: K = ⌈ratio · d_in⌉.
-        start: Θ₀.
-        scale: factor on the merged update.
-        rtol: the relative cut-off of ΣĈ_t's spectrum.
 
     Departs from the paper: eigenvalues below the cut-off are no directions. All eigenvalues that equal
     the K-th are kept. An expert that did not change the layer is left out of the sums.

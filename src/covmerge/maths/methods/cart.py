@@ -55,7 +55,6 @@ def cart(
         group: updates `(d_out, d_in)`; weights, scaled to mean 1, are those of the average and multiply
             the residuals, so that untruncated residuals still sum to zero.
         rank_ratio: k = max(1, ⌊rank_ratio · min(d_out, d_in)⌋).
-        scale: λ.
 
     Departs from the paper: the published code merges only tensors named attn or mlp in this way; here a
     recipe says which. All singular values that equal the k-th are kept, because their order is arbitrary.

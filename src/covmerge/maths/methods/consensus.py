@@ -72,9 +72,7 @@ def consensus(
     Args:
         group: updates of any one shape; weights multiply the task vectors in the sum. The masks are made
             of the unweighted updates, because a heavy expert would mask out all others.
-        mask_lambda: λ.
         k: 2 removes entries that no mask or only one keeps, 1 those that none keeps, 0 nothing.
-        scale: α.
 
     Departs from the paper: k is at most the number of experts, and the diagnostics have it. A larger k
     would leave the base, and a single expert would be lost with the default. The masks are made of

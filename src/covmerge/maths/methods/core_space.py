@@ -99,12 +99,7 @@ def core_space(
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
-        inner: f.
-        isotropize: whether the singular values of the merged core all become their mean.
         density: density of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
-        scale: λ or α of f.
-        merge: how TIES combines the entries that agree.
-        rank_ratio: rank ratio of CART, as in `cart`.
         rank_rtol: the relative cut-off of the numerical rank of updates, factors and the merged core.
 
     Departs from the paper: LoRA's α/r is part of B_t (the published code leaves it out). The bases end at

@@ -101,9 +101,6 @@ def ctm(
         inner: f; TIES in the authors' example.
         strength: s, how far the norms are balanced; the authors' β is 1 − s.
         density: density of TIES, as in `ties`; likewise `merge`. N counts the entries of one core.
-        scale: λ or α of f.
-        merge: how TIES combines the entries that agree.
-        rank_ratio: rank ratio of CART, as in `cart`.
         rank_rtol: the relative cut-off of the numerical rank of the updates together, and in the inner
             method.
 

@@ -96,11 +96,8 @@ def dare_task_arithmetic(
     Args:
         group: updates of any one shape, with a stream of random numbers each; weights multiply the task
             vectors.
-        drop: p.
         rescale: whether the rest is rescaled to keep the expected value; the published command line
             leaves this off by default, its functions and the paper have it on.
-        scale: λ.
-        seed: another seed gives other masks.
 
     Departs from the paper: nowhere; p = 1, which leaves nothing, is refused.
 
@@ -152,13 +149,7 @@ def dare_ties(
 
     Args:
         group: updates of any one shape, with a stream of random numbers each; weights as in `ties`.
-        drop: p.
-        rescale: whether the rest is rescaled to keep the expected value.
         density: share of all entries, dropped ones included, that TIES keeps.
-        scale: λ.
-        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
-        merge: mean or sum of the entries that agree.
-        seed: another seed gives other masks.
 
     Departs from the paper: as `ties` where votes cancel exactly.
 

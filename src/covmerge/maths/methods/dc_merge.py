@@ -118,8 +118,6 @@ def dc_merge(
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's singular values.
         density: ⌊density · N⌋ of the N entries of a core vote, at least one, and those that equal the last.
-        smoothing: ρ; None: the singular values as they are.
-        scale: α.
         rank_rtol: the relative cut-off of the numerical rank of an update, and of the vectors side by side.
 
     `arbitrary` in the diagnostics counts directions whose singular value equals another one of their

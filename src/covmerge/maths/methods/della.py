@@ -73,8 +73,6 @@ def della(
             share of the mean.
         density: mean of q_t; 1 minus the paper's p.
         window: twice the ε of the paper's code.
-        scale: λ.
-        seed: another seed gives other masks.
 
     Raises:
         RecipeError: density ± window/2 leaves (0, 1].

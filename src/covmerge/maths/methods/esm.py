@@ -133,9 +133,6 @@ def esm(
         group: updates `(d_out, d_in)` with measured Gram matrices G_t `(d_in, d_in)`; a weight
             multiplies its expert's rows of V.
         power: p.
-        energy_power: the exponent 0.15 above.
-        scale: α.
-        energy_rtol: the relative cut-off of the energies of an expert's directions.
         rank_rtol: the relative cut-off of the numerical rank of an update, and of U.
 
     Raises:

@@ -60,8 +60,6 @@ def free(
         group: updates `(d_out, d_in)`; weights multiply the filtered and aligned updates.
         filter_ratio: the kept share depends on the aspect ratio: 0.7 keeps nearly all of a square matrix,
             and a third of a 3072 × 768 one.
-        scale: λ.
-        align: whether the a_t differ from 1.
 
     Departs from the paper: the mask is that of the published code, in which the disc up to distance
     ⌊min(d_out, d_in)/10⌋ from the highest frequency is counted too, its rim twice. With `align`, an

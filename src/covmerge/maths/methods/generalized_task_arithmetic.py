@@ -181,18 +181,9 @@ def generalized_task_arithmetic(
 
     Args:
         group: models of any one shape; a row of `ranked` runs along the second axis.
-        weight: w_t.
         sparsify: S; `magnitude` is TIES', `bernoulli` DARE's, `ranked` DELLA's, `band` Breadcrumbs'.
-        density: parameter of S.
-        gamma: parameter of S.
-        epsilon: parameter of S.
         rescale: whether S keeps Σ|Δ|; in their papers DARE and DELLA divide by probabilities instead.
-        consensus: whether signs are elected.
-        normalize: whether the added terms are divided by their weights.
-        scale: λ.
-        seed: seed of S.
         drawn: places in torch's stream, as mergekit reaches them (`methods.mergekit.places`).
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Raises:
         RecipeError: with `ranked`, density ± epsilon leaves (0, 1).

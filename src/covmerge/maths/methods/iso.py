@@ -133,7 +133,6 @@ def iso_c(group: LinearGroup, *, scale: Scale = 1.0, rank_rtol: RankRtol = None)
 
     Args:
         group: updates `(d_out, d_in)`; weights multiply them.
-        scale: α.
         rank_rtol: the relative cut-off of the sum's numerical rank.
 
     Departs from the paper: the mean and the directions are those within the numerical rank of the sum.
@@ -201,9 +200,6 @@ def iso_cts(
 
     Args:
         group: updates `(d_out, d_in)`; weights multiply them.
-        common_fraction: share of the directions that is common, before the tasks get equal parts of the
-            rest.
-        scale: α.
         rank_rtol: the relative cut-off of the numerical rank of the sum and of the vectors side by side;
             for a projected update, relative to the norm of the whole update.
 

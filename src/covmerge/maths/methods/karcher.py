@@ -112,8 +112,6 @@ def karcher(
 
     Args:
         group: models of any one shape; a single model is returned as it is.
-        max_iter: the largest number of steps.
-        tol: the length of a step at which the iteration stops; shorter models and angles count as zero.
         base_place: the base's place among the models; sums are in this order.
         arithmetic: dtype that the inputs are cast to, and that vectors are rounded to.
 

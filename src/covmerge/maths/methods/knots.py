@@ -163,15 +163,9 @@ def knots(
 
     Args:
         group: updates `(d_out, d_in)`; weights as in the inner method.
-        inner: f.
-        space: the components that f gets.
         concat: with `outputs` the updates are transposed first, so that their entries belong to an input
             direction.
         density: density of TIES, as in `ties`; likewise `merge` and `trim`, whose N counts ΣV_tᵀ (or V_tᵀ).
-        scale: λ or α of f.
-        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
-        merge: how TIES combines the entries that agree.
-        rank_ratio: rank ratio of CART, as in `cart`.
         rank_rtol: the relative cut-off of the numerical rank of [Δ_1 … Δ_T], and in the inner method.
 
     Departs from the paper: the default is the authors' code, which merges ΣV_tᵀ where the paper says

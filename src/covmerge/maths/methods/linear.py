@@ -69,9 +69,6 @@ def linear(
 
     Args:
         group: models of any one shape.
-        weight: w_t.
-        normalize: whether the sum is a mean.
-        base_weight: w_0.
         arithmetic: dtype that the inputs are cast to, and the result; the sum is at least float32.
 
     Raises:

@@ -64,7 +64,6 @@ def lot(
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
             multiplies its expert's Gram matrix.
-        rtol: eigenvalues of ΣG_t at or below `rtol` times the largest count as zero.
 
     Raises:
         RecipeError: an expert has no Gram matrix.

@@ -90,7 +90,6 @@ def model_stock(
     Args:
         group: two models or more of any one shape.
         filter_wise: whether each row has its own angle; a vector is one row.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: the floor of 1e-6, and the base at the pole, are mergekit's, whose result this
     is bit for bit.

@@ -128,11 +128,7 @@ def multislerp(
 
     Args:
         group: models of any one shape; a single model is returned as it is.
-        weight: w_t.
-        normalize_weights: whether only the ratios of the weights count.
         eps: ε.
-        around: the centre of the sphere.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Raises:
         TensorError: the directions of three or more models cancel, so that they have no mean.

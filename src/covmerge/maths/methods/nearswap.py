@@ -37,8 +37,6 @@ def nearswap(
 
     Args:
         group: one model of any shape beside the base.
-        t: the largest move of an entry.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: there is none; this is bit for bit mergekit's result. In mergekit t has no
     default.

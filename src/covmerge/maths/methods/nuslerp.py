@@ -93,9 +93,6 @@ def nuslerp(
     Args:
         group: two models of any shape.
         weight: w_t; if they add up to 0, t is ½.
-        by: the vectors that are turned, each by its own angle.
-        around: the centre of the sphere.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: there is none; this is mergekit's result. mergekit's `nuslerp_row_wise` without
     `nuslerp_flatten` is `by: columns` here, because it runs along the first axis.

@@ -32,8 +32,6 @@ def passthrough(
 
     Args:
         group: one model of any shape.
-        scale: s.
-        arithmetic: dtype that the weights are cast to, and that the product has.
 
     Departs from the paper: there is none.
 

@@ -85,10 +85,6 @@ def ram(
 
     Args:
         group: models of any one shape.
-        epsilon: ε.
-        boost: r.
-        most: upper bound of ρ_t.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: RAM+ counts within one tensor, not over the model. This is the result of
     mergekit's `ram`, and of its `ramplus_tl` with `boost: 0.1`.

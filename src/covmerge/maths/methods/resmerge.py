@@ -110,10 +110,6 @@ def resmerge(
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's part of every mean.
-        head_rank: K.
-        head_ratio: ρ.
-        beta_min: least exponent β.
-        beta_max: largest exponent β.
         rank_rtol: the relative cut-off of an update's numerical rank.
 
     Departs from the paper: only the paper's abstract was at hand; this follows its authors' code. There β

@@ -110,7 +110,6 @@ def sce(
     Args:
         group: models of any one shape.
         select_topk: k; 1 or more keeps all entries.
-        arithmetic: dtype that the inputs are cast to, and that each operation rounds to.
 
     Departs from the paper: there are two floors of 1e-6, and the sign is elected by the sum of the updates,
     both as in mergekit, whose result this is.

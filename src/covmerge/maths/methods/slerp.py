@@ -76,7 +76,6 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
 
     Args:
         group: one model of any shape beside the base.
-        t: place on the path.
         arithmetic: dtype that the inputs are cast to, and that the result has.
 
     Departs from the paper: there is none for weights; this is Shoemake's curve (SIGGRAPH 1985), and

@@ -105,7 +105,6 @@ def ssr(
     Args:
         group: updates `(d_out, d_in)` with measured Gram matrices `(d_in, d_in)`; a weight
             multiplies its expert's Gram matrix.
-        ridge: ρ.
         rank_rtol: the relative cut-off of the numerical rank of updates that came multiplied out.
 
     Raises:

@@ -51,7 +51,6 @@ def task_arithmetic(
 
     Args:
         group: updates of any one shape; weights multiply the task vectors.
-        scale: λ.
 
     Departs from the paper: nowhere.
 

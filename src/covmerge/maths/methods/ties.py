@@ -72,10 +72,6 @@ def ties(
     Args:
         group: updates of any one shape; a weight multiplies its expert's vote and its share of the
             mean (of the sum, with `merge: sum`).
-        density: the share of the entries that is kept.
-        scale: λ.
-        trim: the entries among which the largest are chosen: the whole model's or each tensor's.
-        merge: the paper's mean, or the sum.
 
     Departs from the paper: where the votes cancel exactly, no sign is elected and the entry keeps the
     base's value, so that opposite experts cancel. The published code elects the majority sign of the whole

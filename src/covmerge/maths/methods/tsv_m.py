@@ -158,8 +158,6 @@ def tsv_m(
 
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's singular values.
-        scale: α.
-        lossless: whether all triplets are kept rather than ⌊r/T⌋ of each update.
         rank_rtol: the relative cut-off of the numerical rank of an update, and of the vectors side by side.
 
     Departs from the paper: an expert that did not change the layer is left out, and T counts the others.

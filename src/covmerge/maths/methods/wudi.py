@@ -109,9 +109,6 @@ def wudi(
     Args:
         group: updates `(d_out, d_in)`; a weight multiplies its expert's loss and its task vector in the sum
             from which `adam` starts (weights are scaled to mean 1 first).
-        solver: the point to return.
-        rtol: eigenvalues of ΣĈ_t at or below `rtol` times the largest count as zero.
-        iterations: number of Adam's steps.
         learning_rate: step size of Adam; 1e-5 for ViT, 2e-5 in the published code for RoBERTa.
 
     Departs from the paper: the default is the minimiser, not the result of 300 steps. An expert that did

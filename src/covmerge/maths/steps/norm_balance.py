@@ -31,7 +31,6 @@ def norm_balance(group: LinearGroup, *, strength: Strength = 1.0) -> LinearGroup
 
     Args:
         group: updates of any one shape.
-        strength: how far norms go towards their mean: 1 makes them equal, 0 changes nothing.
 
     Departs from the paper: the mean is over the experts that changed the layer, and an expert that did
     not change it stays as it is (published code: 0/0).

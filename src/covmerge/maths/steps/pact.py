@@ -81,7 +81,6 @@ def pact(
     Args:
         group: updates `(d_out, d_in)` and the base's weights; the experts' weights have no effect.
         core: K / min(d_out, d_in); K is rounded down.
-        own: k, the number of each expert's own directions.
 
     Departs from the paper: P_t holds only directions whose singular value is above 1e-4. (The published
     QR makes an orthonormal column of every column, an arbitrary one if columns are dependent: at its

@@ -40,7 +40,6 @@ def rescale(
     Args:
         group: the experts' updates before all steps, of any one shape.
         merged: the method's result.
-        scale: factor of the mean.
 
     Departs from the paper: Pico's mean is over all experts, including those without a change. A merged
     update below 1e-4 of the mean is the rounding of updates that cancel, and stays as it is.

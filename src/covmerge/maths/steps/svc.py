@@ -69,7 +69,6 @@ def svc(
     Args:
         group: the experts' updates before all steps, `(d_out, d_in)`.
         merged: the method's result.
-        alpha: the least value of s_r^t.
 
     Departs from the paper: T counts the experts that changed the layer. An expert with nothing but
     rounding in direction u_r, of the computation or of its stored weights, counts α there (published:
