@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.measure import clock, machine, usable
 from covmerge.base.types import LinearGroup, LowRank
 from covmerge.maths.covariance import normal
-from covmerge.maths.covariance.estimate import gram as gram_of
+from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.linalg import auto, spectral
 from covmerge.maths.linalg.cholesky import all_above
 from covmerge.maths.linalg.lapack import cholesky, eigh, svd
@@ -121,7 +121,7 @@ def questions(device: str) -> Iterator[tuple[list[int], auto.Choice, Routes]]:
         return torch.randn(shape, generator=generator).to(device)
 
     for count, d_out, d_in in ((2, 128, 1024), (3, 512, 2048), (4, 384, 1536), (8, 768, 768)):
-        covariances = [gram_of(noise(d_out, d_in)) for _ in range(count)]
+        covariances = [Covariance(noise(d_out, d_in)) for _ in range(count)]
         yield (
             [count, d_out, d_in],
             auto.system_choice(d_out, d_in, count, 4),
@@ -224,11 +224,8 @@ def _solved(equations: normal.NormalEquations) -> Tensor:
 
 def _refined(matrix: Tensor, k: int) -> object:
     """By refinement whatever the shape."""
-    found = spectral._refined(
-        matrix,
-        spectral.float64_gram(spectral.wide_of(matrix)),
-        spectral._Wanted(k, 1e-6, None, spectral.EXACT, matrix.shape),
-    )
+    gram = spectral.float64_gram(spectral.wide_of(matrix))
+    found = spectral._refined(matrix, gram, k, RankRule(1e-6))
     assert found is not None
     return found
 

@@ -69,11 +69,6 @@ class Covariance:
         return replace(self, scale=self.scale * factor, ridge=self.ridge * factor)
 
 
-def gram(update: Tensor) -> Covariance:
-    """Return C_t = Δ_tᵀ Δ_t (ACTMat, Eq. 3)."""
-    return Covariance(update)
-
-
 def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = None) -> Covariance:
     """Return C_t = (Δ_t − 𝟏μ_tᵀ)ᵀ(Δ_t − 𝟏μ_tᵀ) + εI, μ_t the column means (ACE, Eqs. 5, 6 and 10)."""
     if frame is None:

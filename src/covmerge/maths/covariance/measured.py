@@ -11,60 +11,12 @@ are formed in d_in axes, without computing any G̃_t.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import RecipeError, TensorError
-from covmerge.base.types import LinearGroup
 from covmerge.maths.covariance.normal import NormalEquations
 from covmerge.maths.linalg.auto import Cost
-
-_NAMES = {"gram": "Gram matrix", "fisher": "Fisher information"}
-
-
-def measured_values(
-    group: LinearGroup, kind: Literal["gram", "fisher"], *, method: str
-) -> tuple[Tensor, ...]:
-    """Return every expert's Gram matrix `(d_in, d_in)`, or its Fisher information, shaped like its update.
-
-    Raises:
-        RecipeError: an expert has no such statistics.
-        TensorError: the statistics of an expert have another shape.
-
-    Example:
-        >>> measured_values(LinearGroup((torch.ones(2, 3),), (1.0,)), "gram", method="regmean")
-        Traceback (most recent call last):
-        covmerge.base.errors.RecipeError: method 'regmean' needs the Gram matrix of every expert, and has \
-0 for 1: pass one for each update (data=)
-    """
-    if len(group.expert_statistics) != len(group.updates):
-        raise RecipeError(
-            f"method '{method}' needs the {_NAMES[kind]} of every expert, and has "
-            f"{len(group.expert_statistics)} for {len(group.updates)}: pass one for each update (data=)"
-        )
-    values = tuple(measured.value for measured in group.expert_statistics)
-    check_shapes(values, kind, group.updates[0].shape, method=method)
-    return values
-
-
-def check_shapes(
-    values: Sequence[Tensor], kind: Literal["gram", "fisher"], update: Sequence[int], *, method: str
-) -> None:
-    """Check that statistics have the shape that updates of this shape need.
-
-    Raises:
-        TensorError: one of them has another shape.
-    """
-    shape = [update[1]] * 2 if kind == "gram" else list(update)
-    for index, value in enumerate(values):
-        if list(value.shape) != shape:
-            raise TensorError(
-                f"method '{method}': the {_NAMES[kind]} of expert {index} is "
-                f"{list(value.shape)}, its update {list(update)} needs {shape}: "
-                "collect it on this model"
-            )
 
 
 def measured_equations(

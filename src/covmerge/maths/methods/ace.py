@@ -41,8 +41,6 @@ from covmerge.maths.methods.ace_diagnostics import AceDiagnostics
 from covmerge.maths.methods.closed_form import Active, active_experts, solve_ridge, stack_weighted
 from covmerge.maths.methods.registry import BOUND, Reference, register
 
-# Constants of ACE-Merging, and the rules for the ranks, for one layer or several at once.
-
 # Least share of an update's energy that centring must leave. The mean of random rows has 1/d_out of it.
 BLIND = 1e-2
 # An expert whose ridge is this many times its energy is left out of the sums. The published code's outputs
@@ -66,19 +64,6 @@ def ridge_share(covariances: Sequence[Covariance], energies: Sequence[float], d_
     """
     pairs = zip(covariances, energies, strict=True)
     return max(c.ridge * d_in / (c.scale * energy + TRACE_FLOOR) for c, energy in pairs)
-
-
-def wanted_directions(
-    shape: Sequence[int], dtype: torch.dtype, k_frac: float, rank_rtol: float | None
-) -> tuple[int, float]:
-    """Return k of Eq. 18, and the relative cut-off of W̄_fused's numerical rank."""
-    rtol = max(shape) * torch.finfo(dtype).eps if rank_rtol is None else rank_rtol
-    return max(1, int(k_frac * min(shape))), rtol
-
-
-def stands_clear(sigma: Tensor, k: int) -> bool:
-    """Return whether the k-th singular value (they are descending) is larger than a solve's rounding."""
-    return float(sigma[k - 1]) > _CLEAR * float(sigma[0])
 
 
 def known_rank(active: Active, shape: Sequence[int], dtype: torch.dtype, enough: int) -> int:
@@ -412,9 +397,9 @@ def _refinement_directions(
     W̄_fused has the row space of the updates. Its own spectrum shows the rank only if it is above the
     rounding of the solve: each kept direction of rounding would become as long as the first.
     """
-    k, rtol = wanted_directions(shape, fused.dtype, k_frac, rank_rtol)
-    top = leading_directions(fused, k, rtol=rtol)
-    if rank_rtol is not None or stands_clear(top.sigma, top.k):
+    rtol = max(shape) * torch.finfo(fused.dtype).eps if rank_rtol is None else rank_rtol
+    top = leading_directions(fused, max(1, int(k_frac * min(shape))), rtol=rtol)
+    if rank_rtol is not None or float(top.sigma[top.k - 1]) > _CLEAR * float(top.sigma[0]):
         return top
     known = known_rank(active, shape, fused.dtype, top.k)
     return top if known >= top.k else leading_directions(fused, known, rtol=rtol)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.estimate import Covariance, gram
+from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.linalg.auto import Cost, pinv_cost
 from covmerge.maths.methods.closed_form import Active, CutOff, active_experts, solve_cut_off
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
@@ -23,7 +23,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def _covariances(active: Active) -> list[Covariance]:
     """Return w_t Δ_tᵀΔ_t of every expert."""
     pairs = zip(active.updates, active.weights, strict=True)
-    return [gram(update).times(weight) for update, weight in pairs]
+    return [Covariance(update, scale=weight) for update, weight in pairs]
 
 
 @register(

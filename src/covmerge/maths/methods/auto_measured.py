@@ -15,7 +15,6 @@ from covmerge.maths.covariance.input_share import share_of_inputs, share_used
 from covmerge.maths.covariance.measured import (
     measured_equations,
     measured_equations_cost,
-    measured_values,
 )
 from covmerge.maths.linalg.auto import Cost, dots_cost, metric_cost, symmetric_cost
 from covmerge.maths.linalg.lapack import norm
@@ -288,7 +287,7 @@ def auto_measured(group: LinearGroup) -> Merged:
         >>> auto_measured(group).delta.round(decimals=4).tolist()
         [[2.0, 2.0]]
     """
-    grams = measured_values(group, "gram", method="auto_measured")
+    grams = [measured.value for measured in group.expert_statistics]
     heard = [bool(gram.any()) for gram in grams]
     changed = [bool(update.any()) for update in group.updates]
     nothing = group.updates[0].new_zeros(()).expand_as(group.updates[0])

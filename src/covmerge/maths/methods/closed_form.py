@@ -20,7 +20,7 @@ from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Rounding
-from covmerge.maths.covariance.estimate import Covariance, gram
+from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.cholesky import Cholesky, add_rank_one_, factorize
 from covmerge.maths.linalg.lapack import norm
@@ -71,7 +71,7 @@ class Active:
     def unit_grams(self, *, exact: bool) -> list[Covariance]:
         """Return w_t Ĉ_t, Ĉ_t = Δ_tᵀΔ_t / ‖Δ_t‖²_F: Gram matrices of trace 1."""
         return [
-            replace(gram(update).times(weight / size**2), exact=exact)
+            Covariance(update, scale=weight / size**2, exact=exact)
             for update, weight, size in zip(self.updates, self.weights, self.norms, strict=True)
         ]
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from covmerge.base.diagnostics import Diagnostics, Summary
+from covmerge.base.diagnostics import Summary
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.linalg.select import kth_magnitude
@@ -19,25 +19,24 @@ from covmerge.maths.methods.elect import merge_agreeing
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
-from covmerge.maths.methods.tsv_m import kept_together, leading_triplets, together, triplets_cost
+from covmerge.maths.methods.tsv_m import (
+    TsvDiagnostics,
+    kept_together,
+    leading_triplets,
+    together,
+    triplets_cost,
+)
 
 # Float32's differences of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0
 
 
 @dataclass(frozen=True)
-class DcDiagnostics(Diagnostics):
-    """DC-Merge's diagnostics of one matrix."""
+class DcDiagnostics(TsvDiagnostics):
+    """DC-Merge's diagnostics of one matrix; `directions` is the side of a core."""
 
     summaries: ClassVar[tuple[Summary, ...]] = (UNCHANGED, DEPENDENT, ARBITRARY)
 
-    unchanged: int = 0  # the number of experts that did not change the matrix
-    # the number of triplets that each of the others may keep; this and the following fields are
-    # None if there are no others
-    k: int | None = None
-    # the number of triplets kept by all together, which is the side of a core
-    directions: int | None = None
-    dependent: int | None = None  # the number of directions that the experts have nearly in common
     # the number of directions whose singular value equals another one of their expert, so that they
     # may be rotated; None: there are none
     arbitrary: int | None = None

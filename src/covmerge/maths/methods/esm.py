@@ -12,7 +12,6 @@ from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, norm
 from covmerge.maths.linalg.polar import CERTAIN, Polar, polar
@@ -160,7 +159,7 @@ def esm(
         >>> esm(group, power=0.0, scale=1.0).delta.tolist()  # a spectrum made flat
         [[2.0, 0.0], [0.0, 2.0]]
     """
-    grams = measured_values(group, "gram", method="esm")
+    grams = [measured.value for measured in group.expert_statistics]
     like, known = group.updates[0], resolution(group, rank_rtol)
     changed = [t for t, update in enumerate(group.updates) if update.any()]
     heard = [t for t in changed if grams[t].any()]

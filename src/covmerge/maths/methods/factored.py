@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import Frame, Json, LinearGroup, LowRank, Measured
-from covmerge.maths.covariance.measured import check_shapes
 from covmerge.maths.linalg.joint import Basis, basis_of
 from covmerge.maths.linalg.lapack import exponent_of, svd
 from covmerge.maths.methods.registry import Method, Parameters, Sides
@@ -95,7 +94,7 @@ def merge_factors(
         >>> merge_factors(average, [a, a], [1.0, 1.0], {}).delta.dense()[0].round().tolist()
         [1.0, 1.0]
     """
-    check_shapes([gram.value for gram in measured], "gram", updates[0].shape, method=method.name)
+    method.check_data(measured, updates[0].shape, len(updates))
     reduced = _reduce(method.sides_for(parameters), updates, weights)
     group = replace(
         reduced.group,

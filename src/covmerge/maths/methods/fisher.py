@@ -8,7 +8,6 @@ import torch
 from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.methods.registry import AXIS_BOUND, EntryCost, PerEntry, Reference, register
 
 
@@ -82,10 +81,12 @@ def fisher(
         >>> fisher(group, normalize=False).delta.tolist()
         [[0.75, 0.5]]
     """
-    values = measured_values(group, "fisher", method="fisher")
-    numerator, denominator = torch.zeros_like(values[0]), torch.zeros_like(values[0])
-    for t, (update, importance) in enumerate(zip(group.updates, values, strict=True)):
-        share, total = group.weights[t], group.expert_statistics[t].total
+    numerator = torch.zeros_like(group.expert_statistics[0].value)
+    denominator = torch.zeros_like(numerator)
+    for t, (update, measured) in enumerate(
+        zip(group.updates, group.expert_statistics, strict=True)
+    ):
+        importance, share, total = measured.value, group.weights[t], measured.total
         if normalize and total > 0.0:
             share /= total + floor if floor_how == "add" else total
         if floor_on == "all" or t == 0:

@@ -11,7 +11,6 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import (
     measured_equations,
     measured_equations_cost,
-    measured_values,
 )
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost
 from covmerge.maths.linalg.spectral import RankRule
@@ -82,7 +81,7 @@ def lot(
         >>> merged.delta.tolist(), merged.stats["rank"]
         ([[1.0, 0.0]], 1)
     """
-    grams = measured_values(group, "gram", method="lot")
+    grams = [measured.value for measured in group.expert_statistics]
     normal = measured_equations(group.updates, grams, group.weights, dtype=torch.float64)
     cutoff = default_cut_off(len(grams[0])) if rtol is None else rtol
     merged, rank, _ = solve_pinv(normal, RankRule(cutoff))

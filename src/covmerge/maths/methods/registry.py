@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics
-from covmerge.base.errors import TensorError
-from covmerge.base.types import LinearGroup, LowRank, Merged
+from covmerge.base.errors import RecipeError, TensorError
+from covmerge.base.types import Json, LinearGroup, LowRank, Measured, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.linalg.lapack import LinAlgError, norm
+from covmerge.maths.linalg.lapack import LinAlgError, exponent_of, norm
 from covmerge.maths.linalg.stored import all_finite
 from covmerge.maths.methods.other_names import OTHER_NAMES
 from covmerge.maths.methods.resolution import without_rounding
-from covmerge.maths.methods.scaled import run_near_one
 from covmerge.maths.registry import Declared, Parameters, Table
 
 Kernel = Callable[..., Merged | Tensor]
@@ -37,11 +36,10 @@ Sides = Literal["none", "outputs", "inputs", "both"]
 # What a method sees of each expert: Δ_t, or W_t itself.
 Sees = Literal["updates", "weights"]
 _NO_FLOAT = "without overflow"  # part of torch's message for a factor too large for the dtype
-
-
-def _gives_rank(parameters: Parameters) -> bool:
-    """Return whether the user gave the limit below which directions do not count."""
-    return any(parameters.get(name) is not None for name in ("rank_rtol", "rtol"))
+_STATISTICS = {"gram": "Gram matrix", "fisher": "Fisher information"}
+# Exponents of the largest entry that need no scaling: d³ times its cube is far below float32's 2^127, and
+# cubes of entries 2^-20 as large are far above its 2^-149.
+_EASY = 20
 
 
 @dataclass(frozen=True)
@@ -443,13 +441,14 @@ class Method(Declared):
                 "choose another method"
             )
         sizes = [list(tensor.shape) for tensor in group.tensors]
+        self.check_data(group.expert_statistics, sizes[0], len(sizes))
         group = self._changes(group, parameters)
+        # Where entries of the updates are multiplied with each other, or with data.
+        multiplies = not self.takes_any_shape or self.data != "none"
+        scales = multiplies and group.thresholds is None and self.scales_with(parameters)
         try:
             with self.naming_failures(f"updates of {sizes}"):
-                if self._scales(parameters):
-                    merged = run_near_one(self._run, group, parameters, self.diagnostics.lengths)
-                else:
-                    merged = self._run(group, **parameters)
+                merged = (self._run_near_one if scales else self._run)(group, parameters)
         except (LinAlgError, ArithmeticError) as error:
             raise self.beyond(
                 group.tensors, f"fails ({type(error).__name__.strip('_')})", parameters
@@ -464,15 +463,60 @@ class Method(Declared):
 
     def _changes(self, group: LinearGroup, parameters: Parameters) -> LinearGroup:
         """Return the group without updates that are only rounding, for methods that see matrices."""
-        if self.takes_any_shape or _gives_rank(parameters):
+        given = any(parameters.get(name) is not None for name in ("rank_rtol", "rtol"))
+        if self.takes_any_shape or given:
             return group
         return without_rounding(group)
 
-    def _scales(self, parameters: Parameters) -> bool:
-        """Return whether the kernel is run on updates scaled near 1, whatever their size."""
-        return self._multiplies and self.scales_with(parameters)
+    def check_data(self, statistics: Sequence[Measured], update: Sequence[int], count: int) -> None:
+        """Check that `count` experts have statistics, shaped as updates of this shape need them.
 
-    def _run(self, group: LinearGroup, **parameters: Any) -> Merged:
+        Raises:
+            RecipeError: an expert has none.
+            TensorError: those of an expert have another shape.
+        """
+        if self.data == "none":
+            return
+        what = _STATISTICS[self.data]
+        if len(statistics) != count:
+            raise RecipeError(
+                f"method '{self.name}' needs the {what} of every expert, and has {len(statistics)} for "
+                f"{count}: pass one for each update (data=)"
+            )
+        shape = [update[1]] * 2 if self.data == "gram" else list(update)
+        for index, measured in enumerate(statistics):
+            if list(measured.value.shape) != shape:
+                raise TensorError(
+                    f"method '{self.name}': the {what} of expert {index} is "
+                    f"{list(measured.value.shape)}, its update {list(update)} needs {shape}: "
+                    "collect it on this model"
+                )
+
+    def _run_near_one(self, group: LinearGroup, parameters: Parameters) -> Merged:
+        """Run the kernel on updates scaled near 1, and scale its result back.
+
+        A kernel multiplies entries with each other: squares in Gram matrices, cubes in Σ Δ_tC_t. Far from
+        1 these leave the dtype, although updates and result are well within it. Updates are multiplied by a
+        power of two, which changes no digit. Thresholds of a global pass are in units that only the method
+        knows; a group with them is not scaled.
+        """
+        exponent = exponent_of(group.updates)
+        if abs(exponent) <= _EASY:
+            return self._run(group, parameters)
+        # An even power, so that its square root is a power of two as well.
+        factor = 2.0 ** -(exponent + exponent % 2)
+        near = group.times([factor] * len(group.updates))
+        if near.base_norm is not None:  # the kernel compares updates with it
+            near = replace(near, base_norm=factor * near.base_norm)
+        merged = self._run(near, parameters)
+        lengths = self.diagnostics.lengths
+        diagnostics: dict[str, Json] = {
+            name: fact / factor if name in lengths and isinstance(fact, float) else fact
+            for name, fact in merged.stats.items()
+        }
+        return replace(merged, delta=merged.delta / factor, diagnostics=diagnostics)
+
+    def _run(self, group: LinearGroup, parameters: Parameters) -> Merged:
         """Run the kernel, and check that its result can be added to the base."""
         with self.leaving(group.given):
             found = self.kernel(group, **parameters)
@@ -509,11 +553,6 @@ class Method(Declared):
         if group.base is not None and given.data_ptr() == group.base.data_ptr():
             return replace(merged, delta=given.clone())  # it will be added to in place
         return merged
-
-    @property
-    def _multiplies(self) -> bool:
-        """Whether the method multiplies entries of the updates with each other, or with data."""
-        return not self.takes_any_shape or self.data != "none"
 
     def beyond(
         self, updates: Sequence[Tensor | LowRank], what: str, parameters: Parameters

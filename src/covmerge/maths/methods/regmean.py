@@ -12,7 +12,6 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.measured import (
     measured_equations,
     measured_equations_cost,
-    measured_values,
 )
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import solve_ridge, stack_average
@@ -109,7 +108,7 @@ def regmean(group: LinearGroup, *, off_diagonal: OffDiagonal = 0.9, ridge: Ridge
         >>> merged.delta.round(decimals=4).tolist()
         [[1.5, 0.5]]
     """
-    grams = measured_values(group, "gram", method="regmean")
+    grams = [measured.value for measured in group.expert_statistics]
     normal = measured_equations(
         group.updates, grams, group.weights, off_diagonal=off_diagonal, ridge=ridge
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, LowRank, Merged
-from covmerge.maths.covariance.measured import measured_values
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost, svd_cost
 from covmerge.maths.linalg.lapack import eigh, qr
 from covmerge.maths.linalg.spectral import truncated_svd
@@ -126,7 +125,7 @@ def ssr(
         >>> ssr(group).delta.round(decimals=3).tolist()  # each input is the other's as often
         [[1.0, 1.5]]
     """
-    grams = measured_values(group, "gram", method="ssr")
+    grams = [measured.value for measured in group.expert_statistics]
     like = group.updates[0]
     changed = [t for t, update in enumerate(group.updates) if update.any()]
     diagnostics = Routed(len(group.updates) - len(changed))
