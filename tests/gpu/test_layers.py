@@ -9,7 +9,6 @@ from covmerge.maths.linalg.polar import polar, polar_by_products
 from covmerge.maths.linalg.spectral import RankRule, leading_directions
 from covmerge.maths.methods.factored import merge_factors
 from covmerge.methods import registry
-from covmerge.methods.registry import cost_with
 from tests.linalg.test_by_products import SPECTRA, default, of_spectrum, truth
 from tests.methods.groups import group_of, random_updates, relative
 from tests.methods.test_factored import VARIANTS as OF_FACTORS
@@ -112,7 +111,7 @@ def within(method, params, updates, shape):
     method(group, **given)
     torch.cuda.synchronize()
     itemsize = updates[0].dtype.itemsize
-    cost = cost_with(method, method.cost, given)(*shape, len(updates), itemsize)
+    cost = method.cost_for(given)(*shape, len(updates), itemsize)
     return torch.cuda.max_memory_allocated() - before, cost.workspace + itemsize * shape[0] * shape[
         1
     ]

@@ -5,7 +5,6 @@ import torch
 
 import covmerge
 from covmerge.methods import registry
-from covmerge.methods.registry import cost_with
 from covmerge.steps import registry as steps
 from covmerge.steps import resolve_steps, with_steps
 from tests.methods.groups import group_of, random_updates
@@ -75,7 +74,7 @@ def test_eigenproblems_are_told_apart_from_products():
 def within(method, parameters, shape, count, dtype):
     group = group_of(method, random_updates(*shape, count, min(shape), 3.0, 1, dtype))
     method(group, **parameters)  # what is loaded once
-    cost = cost_with(method, method.cost, parameters)(*shape, count, dtype.itemsize)
+    cost = method.cost_for(parameters)(*shape, count, dtype.itemsize)
     result = shape[0] * shape[1] * dtype.itemsize
     peak = allocated(lambda: method(group, **parameters))
     assert peak >= result  # it saw something
@@ -112,7 +111,7 @@ def test_pact_takes_no_more_memory_than_it_declares(given, shape, count, dtype):
 def test_a_cost_follows_the_parameters_that_it_names():
     tsv_m = registry.get("tsv_m")
     plain, lossless = (
-        cost_with(tsv_m, tsv_m.cost, tsv_m.resolve({"lossless": lossless}))(64, 64, 8, 4)
+        tsv_m.cost_for(tsv_m.resolve({"lossless": lossless}))(64, 64, 8, 4)
         for lossless in (False, True)
     )
     assert plain == tsv_m.cost(64, 64, 8, 4)
@@ -120,7 +119,7 @@ def test_a_cost_follows_the_parameters_that_it_names():
     # So it does with steps around it, whose own are followed too.
     for given, less in (({"lossless": True}, plain), ({}, lossless)):
         around = with_steps(tsv_m, resolve_steps(["norm_balance"], "before"), ())
-        cost = cost_with(around, around.cost, around.resolve(given))(64, 64, 8, 4)
+        cost = around.cost_for(around.resolve(given))(64, 64, 8, 4)
         assert (cost.workspace > 4 * less.workspace) == ("lossless" in given)
     pact = steps.get("pact").cost
     assert pact(64, 64, 4, 4, own=0).workspace < pact(64, 64, 4, 4).workspace

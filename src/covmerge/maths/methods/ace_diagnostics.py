@@ -69,24 +69,17 @@ class _Ridge(Summary):
             )
 
 
-class _LeftOut(Summary):
-    """Summary of where directions of the inputs were left out as rounding of stored weights."""
-
-    def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        names = _names(diagnostics, lambda m: m.below_rounding > 0)
-        if names:
-            yield (
-                f"ACE solved {counted(len(names), 'tensor')} ({some(names, 2)}) without the directions of "
-                "the inputs in which the updates are no larger than the rounding of the stored weights. "
-                "What the experts learned there is lost; experts saved in float32 keep it"
-            )
-
-
-GATE, RIDGE, LEFT_OUT = _Gate(), _Ridge(), _LeftOut()
+GATE, RIDGE = _Gate(), _Ridge()
+LEFT_OUT = Counted(
+    "below_rounding",
+    "ACE solved {tensors} ({names}) without the directions of the inputs in which the updates are no "
+    "larger than the rounding of the stored weights. What the experts learned there is lost; experts saved "
+    "in float32 keep it",
+)
 AVERAGED = Counted(
     "averaged",
     "ACE can tell nothing of the inputs of {count} updates (rows that are nearly alike, or an ε above "
-    "all that the expert did) in {tensors} tensors ({names}): they are averaged there",
+    "all that the expert did) in {tensors} ({names}): they are averaged there",
 )
 
 

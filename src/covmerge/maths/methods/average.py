@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.methods.closed_form import stack_weighted
+from covmerge.maths.methods.closed_form import stack_average
 from covmerge.maths.methods.registry import EQUIVARIANT, MULTIPLY_ADD, Reference, register
 
 
@@ -39,5 +39,4 @@ def average(group: LinearGroup) -> Merged:
         >>> average(group).delta.tolist()
         [[0.75, 0.75]]
     """
-    total = sum(group.weights)
-    return Merged(stack_weighted(group.updates, [w / total for w in group.weights]))
+    return Merged(stack_average(group))

@@ -221,39 +221,63 @@ MULTIPLY_ADD = EntryCost(PerEntry(2))
 GENEROUS_ENTRY_COST = EntryCost(PerEntry(100, bytes=16), PerEntry(200, bytes=32))
 
 
-def followed_by(cost: CostModel) -> tuple[str, ...]:
-    """Return the names of the parameters on which a cost model depends."""
-    given = inspect.signature(cost).parameters.values()
-    return tuple(each.name for each in given if each.kind is inspect.Parameter.KEYWORD_ONLY)
+@dataclass(frozen=True)
+class Computation(Declared):
+    """What methods and steps declare alike; `Method` describes it."""
 
+    equation: str = ""
+    reference: Reference | None = None
+    laws: Laws = field(default_factory=Laws)
+    unit: Unit | Callable[[Parameters], Unit] = "matrix"
+    cost: CostModel = generous_cost
+    factored: Sides | Callable[[Parameters], Sides] = "none"
+    needs_base: bool = False
 
-def check_cost(declared: Declared, cost: CostModel) -> None:
-    """Check that a cost model depends only on parameters that exist.
+    def __post_init__(self) -> None:
+        """Check that the declarations fit together, and that the cost depends on parameters that exist."""
+        super().__post_init__()
+        self.one_of("unit", Unit)
+        self.one_of("factored", Sides)
+        if self.needs_base and self.factored != "none":
+            raise ValueError(
+                f"{self.kind} '{self.name}' needs the base and is `factored`: the base has no basis of low "
+                "rank; leave `factored` out"
+            )
+        unknown = next((name for name in self._cost_follows if not self.has(name)), None)
+        if unknown is not None:
+            raise ValueError(
+                f"{self.kind} '{self.name}': its cost follows '{unknown}', which is no parameter of it"
+            )
+        if self.cost is generous_cost and self.takes_any_shape:
+            object.__setattr__(self, "cost", GENEROUS_ENTRY_COST)
 
-    Raises:
-        ValueError: there is no such parameter; the message names it.
-    """
-    unknown = next((name for name in followed_by(cost) if not declared.has(name)), None)
-    if unknown is not None:
-        raise ValueError(
-            f"{declared.kind} '{declared.name}': its cost follows '{unknown}', which is no parameter "
-            "of it"
-        )
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether tensors are taken as they are stored rather than as oriented matrices."""
+        return self.unit != "matrix"
 
+    def scales_with(self, parameters: Parameters) -> bool:
+        """Return whether Δ → sΔ gives s times the result with these parameters."""
+        return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
-def cost_with(declared: Declared, cost: CostModel, parameters: Parameters) -> CostModel:
-    """Return the cost model `(d_out, d_in, experts, itemsize) -> Cost` with these parameters filled in."""
-    known = {name: parameters[name] for name in followed_by(cost)}
+    @property
+    def _cost_follows(self) -> tuple[str, ...]:
+        given = inspect.signature(self.cost).parameters.values()
+        return tuple(each.name for each in given if each.kind is inspect.Parameter.KEYWORD_ONLY)
 
-    def at(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-        with declared.naming_failures(f"its cost of a {d_out} x {d_in} matrix"):
-            return cost(d_out, d_in, count, itemsize, **known)
+    def cost_for(self, parameters: Parameters) -> CostModel:
+        """Return the cost model `(d_out, d_in, experts, itemsize) -> Cost` with these parameters."""
+        known = {name: parameters[name] for name in self._cost_follows}
 
-    return at
+        def at(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
+            with self.naming_failures(f"its cost of a {d_out} x {d_in} matrix"):
+                return self.cost(d_out, d_in, count, itemsize, **known)
+
+        return at
 
 
 @dataclass(frozen=True)
-class Method(Declared):
+class Method(Computation):
     """A registered method. Only its name and its kernel have to be declared.
 
     Attributes:
@@ -297,19 +321,12 @@ class Method(Declared):
     kind: ClassVar[str] = "method"
 
     kernel: Kernel
-    equation: str = ""
-    reference: Reference | None = None
-    laws: Laws = field(default_factory=Laws)
-    unit: Unit | Callable[[Parameters], Unit] = "matrix"
-    cost: CostModel = generous_cost
     others: Others = "average"
     data: Data = "none"
     global_pass: GlobalPass | None = None
     tensor_pass: TensorPass | None = None
-    factored: Sides | Callable[[Parameters], Sides] = "none"
     diagnostics: type[Diagnostics] = Diagnostics
     writes_masks: bool = False
-    needs_base: bool = False
     sees: Sees = "updates"
     experts: tuple[int, int | None] = (1, None)
     base_norm: bool = False
@@ -322,32 +339,18 @@ class Method(Declared):
 
     def __post_init__(self) -> None:
         """Check that the declarations fit together."""
-        super().__post_init__()
-        self.one_of("unit", Unit)
-        self.one_of("others", Others)
-        self.one_of("data", Data)
-        self.one_of("factored", Sides)
         self.one_of("sees", Sees)
         if self.sees == "weights":
             object.__setattr__(self, "needs_base", True)
-            if not self.takes_any_shape or self.data != "none" or self.global_pass is not None:
-                raise ValueError(
-                    f"method '{self.name}' sees weights: it takes tensors as they are stored, without "
-                    "data and without a global pass; declare another `unit`, and leave out the others"
-                )
-        if self.needs_base and self.factored != "none":
+        super().__post_init__()
+        self.one_of("others", Others)
+        self.one_of("data", Data)
+        more = not self.takes_any_shape or self.data != "none" or self.global_pass is not None
+        if self.sees == "weights" and more:
             raise ValueError(
-                f"method '{self.name}' needs the base and is `factored`: the base has no basis of low "
-                "rank; leave `factored` out"
+                f"method '{self.name}' sees weights: it takes tensors as they are stored, without data and "
+                "without a global pass; declare another `unit`, and leave out the others"
             )
-        check_cost(self, self.cost)
-        if self.cost is generous_cost and self.takes_any_shape:
-            object.__setattr__(self, "cost", GENEROUS_ENTRY_COST)
-
-    @property
-    def takes_any_shape(self) -> bool:
-        """Whether the method merges tensors as they are stored rather than oriented matrices."""
-        return self.unit != "matrix"
 
     @property
     def seeded(self) -> bool:
@@ -402,10 +405,6 @@ class Method(Declared):
         """Return the c_t of a linear method: its result for 1 in update t and 0 in the others."""
         ones = torch.eye(len(weights), dtype=torch.float64).unbind()
         return list(map(float, self(LinearGroup(ones, tuple(weights)), **parameters).delta))
-
-    def scales_with(self, parameters: Parameters) -> bool:
-        """Return whether Δ → sΔ gives s times the merged update with these parameters."""
-        return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
     def ranked(self, parameters: Parameters) -> float | None:
         """Return the density that the global pass looks for; None: there is no global pass."""

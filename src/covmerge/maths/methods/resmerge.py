@@ -28,7 +28,7 @@ _NONE = 1e-4
 _AVERAGED = Counted(
     "averaged",
     "{count} updates have no more directions than the head that ResMerge takes from them, in {tensors} "
-    "tensors ({names}): they are averaged there",
+    "({names}): they are averaged there",
 )
 
 

@@ -8,7 +8,7 @@ from math import inf
 from statistics import median
 
 from covmerge.base.diagnostics import Summary, TensorDiagnostics
-from covmerge.base.text import some
+from covmerge.base.text import counted, some
 from covmerge.base.types import Json
 
 
@@ -62,7 +62,8 @@ class Counted(Summary):
         found = {name: count for name, count in found.items() if count}
         if found:
             names, total = some(list(found), 2), sum(found.values())
-            yield self.text.format(count=total, tensors=len(found), names=names)
+            tensors = counted(len(found), "tensor")
+            yield self.text.format(count=total, tensors=tensors, names=names)
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,16 @@ class Median(Summary):
 UNCHANGED, JITTER = Unchanged(), Jitter()
 DEPENDENT = Counted(
     "dependent",
-    "rounding may decide {count} directions that experts have nearly in common in {tensors} tensors "
-    "({names})",
+    "rounding may decide {count} directions that experts have nearly in common in {tensors} ({names})",
 )
 ARBITRARY = Counted(
     "arbitrary",
-    "{count} directions with equal singular values have no order in {tensors} tensors ({names}): what "
+    "{count} directions with equal singular values have no order in {tensors} ({names}): what "
     "an election entry by entry makes of them is arbitrary",
 )
 SHORT = Counted(
     "short",
     "{count} directions of the merged core are below the rounding of the longest update in {tensors} "
-    "tensors ({names}): a small expert may have made them, or rounding where experts cancel, and a flat "
+    "({names}): a small expert may have made them, or rounding where experts cancel, and a flat "
     "spectrum makes them as long as the others",
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from covmerge.base.errors import RecipeError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.auto import Cost
-from covmerge.maths.methods.registry import GlobalPass, Laws, Method, Sides, Unit, cost_with
+from covmerge.maths.methods.registry import GlobalPass, Laws, Method, Sides, Unit
 from covmerge.maths.registry import Parameters
 from covmerge.maths.steps.registry import Step, When, registry
 
@@ -192,9 +192,7 @@ def _cost(method: Method, before: Sequence[StepUse], uses: Sequence[StepUse]) ->
         copies = (count if before else 0) * d_out * d_in * itemsize
         total = method.cost(d_out, d_in, count, itemsize, **parameters) + Cost(0.0, copies)
         for use in uses:
-            total += cost_with(use.step, use.step.cost, use.parameters)(
-                d_out, d_in, count, itemsize
-            )
+            total += use.step.cost_for(use.parameters)(d_out, d_in, count, itemsize)
         return total
 
     return cost

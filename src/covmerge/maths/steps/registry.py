@@ -12,23 +12,14 @@ from covmerge.base.errors import TensorError
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.stored import all_finite
-from covmerge.maths.methods.registry import (
-    GENEROUS_ENTRY_COST,
-    CostModel,
-    Laws,
-    Reference,
-    Sides,
-    Unit,
-    check_cost,
-    generous_cost,
-)
-from covmerge.maths.registry import Declared, Parameters, Table
+from covmerge.maths.methods.registry import Computation, Sides, Unit
+from covmerge.maths.registry import Parameters, Table
 
 When = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
-class Step(Declared):
+class Step(Computation):
     """A registered step. Only its name, its kernel and `when` have to be declared.
 
     Attributes:
@@ -51,43 +42,24 @@ class Step(Declared):
 
     kind: ClassVar[str] = "step"
 
-    when: When
-    equation: str = ""
-    reference: Reference | None = None
-    laws: Laws = field(default_factory=Laws)
+    when: When = field(kw_only=True)
     unit: Unit = "matrix"
-    cost: CostModel = generous_cost
     factored: Sides = "none"
-    needs_base: bool = False
 
     def __post_init__(self) -> None:
         """Check that the declarations fit together."""
         self.one_of("when", When)  # decides with what the function is called
         super().__post_init__()
-        self.one_of("unit", Unit)
-        self.one_of("factored", Sides)
         if self.laws.replicas is not None:
             raise ValueError(f"step '{self.name}': `replicas` is a law of methods; leave it out")
         if self.has("seed"):
             raise ValueError(
                 f"step '{self.name}' has a parameter `seed`: only methods are given random numbers"
             )
-        if self.needs_base and self.factored != "none":
-            raise ValueError(
-                f"step '{self.name}' needs the base and is `factored`: the base has no basis of low "
-                "rank; leave `factored` out"
-            )
-        check_cost(self, self.cost)
-        if self.cost is generous_cost and self.unit != "matrix":
-            object.__setattr__(self, "cost", GENEROUS_ENTRY_COST)
 
     @property
     def operands(self) -> tuple[str, ...]:
         return ("group",) if self.when == "before" else ("group", "merged")
-
-    def scales_with(self, parameters: Parameters) -> bool:
-        """Return whether Δ → sΔ gives s times the step's result with these parameters."""
-        return self.laws.scale_equivariant is True and self.laws.scales_with(parameters)
 
     def prepare(self, group: LinearGroup, parameters: Parameters) -> LinearGroup:
         """Run a step before a method.

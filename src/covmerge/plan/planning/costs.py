@@ -10,7 +10,6 @@ import torch
 
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.auto import Cost, svd_cost
-from covmerge.maths.methods.registry import cost_with
 from covmerge.plan.planning.data import Statistics
 from covmerge.plan.planning.models import Model
 from covmerge.plan.planning.operations import Merge
@@ -60,7 +59,7 @@ class Costs:
         method, given = tensor.merge.procedure, tensor.merge.parameters
         sides = method.sides_for(given)
         core = (d_out if sides == "inputs" else rank, d_in if sides == "outputs" else rank)
-        cost = cost_with(method, method.cost, given)(*core, len(tensor.operands), 8)
+        cost = method.cost_for(given)(*core, len(tensor.operands), 8)
         # Factors, their bases and the merged factors; a QR of r columns takes 2dr² operations.
         factors = (d_out + d_in) * rank
         made = 4 * factors * self.itemsize + cost.workspace
@@ -123,7 +122,7 @@ class Costs:
         else:
             shapes = list(matrix_shapes(shape, merge.layout))
         method, count = merge.procedure, max(1, len(tensor.operands))
-        cost_of, encoding = cost_with(method, method.cost, merge.parameters), tensor.form.cost
+        cost_of, encoding = method.cost_for(merge.parameters), tensor.form.cost
         return [
             cost_of(*dims, count, self.itemsize) + encoding(*dims, self.itemsize) for dims in shapes
         ]

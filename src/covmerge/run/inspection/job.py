@@ -26,7 +26,6 @@ from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.measures.rounding import Lost
 from covmerge.maths.measures.sums import sums_from_json
 from covmerge.maths.measures.table_rows import TableRows
-from covmerge.maths.methods.registry import cost_with
 from covmerge.plan.planning.align import align, check_same_architecture
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.forms import Unwritten
@@ -281,7 +280,7 @@ class InspectJob:
         attempt = operation.attempt if isinstance(operation, Inspect) else None
         if spectra and attempt is not None:
             method = attempt.procedure
-            cost_of = cost_with(method, method.cost, attempt.parameters)
+            cost_of = method.cost_for(attempt.parameters)
             costs += [cost_of(m, n, models, itemsize) for m, n in shapes]
         held = (models + 2) * numel * itemsize
         return replace(
