@@ -90,38 +90,32 @@ def polar_by_products(matrix: Tensor, rule: RankRule, *, errors: float = 0.0) ->
         return None
     # The rule for eigenvalues of the Gram matrix.
     squared = replace(rule, rtol=rule.rtol**2, shape=matrix.shape)
-    root = _root(float64_gram(wide), squared, errors)
-    if root is None:
+    found = _root(float64_gram(wide), squared, errors)
+    if found is None:
         return None
-    isometry, off = torch.empty_like(wide), torch.zeros_like(root.matrix)
+    root, within, rank, nuclear = found
+    isometry, off = torch.empty_like(wide), torch.zeros_like(root)
     for columns, block in float64_blocks(wide):
-        turned = root.matrix @ block
+        turned = root @ block
         isometry[:, columns] = turned.to(wide.dtype)
         add_gram_(off, turned.mT)
     mirror_(off)
-    if root.within is None:
+    if within is None:
         off.diagonal().sub_(1.0)
     else:
-        off.sub_(root.within)
+        off.sub_(within)
     if not norm(off) <= _OFF[wide.dtype]:
         return None
-    return Polar(isometry if wide is matrix else isometry.mT, root.rank, root.nuclear)
+    return Polar(isometry if wide is matrix else isometry.mT, rank, nuclear)
 
 
-@dataclass(frozen=True)
-class _Root:
-    """The inverse root G^{†½} of a Gram matrix, the projector onto its range, its rank, and Σσ = tr G^½.
+def _root(
+    gram: Tensor, rule: RankRule, errors: float
+) -> tuple[Tensor, Tensor | None, int, float] | None:
+    """Return G^{†½} of a Gram matrix, the projector onto its range, its rank, and Σσ = tr G^½.
 
-    `within` is None if G has full rank. Tensors are float64.
+    The projector is None if G has full rank. Tensors are float64.
     """
-
-    matrix: Tensor
-    within: Tensor | None
-    rank: int
-    nuclear: float
-
-
-def _root(gram: Tensor, rule: RankRule, errors: float) -> _Root | None:
     rank = len(gram)
     least = partial(least_of_full_rank, rank, gram.dtype, largest_bound(gram), rtol=rule.rtol)
     known = max(rule.rounding.edge, rule.rounding.floor)
@@ -143,7 +137,7 @@ def _root(gram: Tensor, rule: RankRule, errors: float) -> _Root | None:
         return None
     if within is not None:
         root = root @ within
-    return _Root(root, within, rank, float((root * gram).sum()))
+    return root, within, rank, float((root * gram).sum())
 
 
 # The edge of rounding is an upper estimate. A direction below this share of it is certainly rounding.

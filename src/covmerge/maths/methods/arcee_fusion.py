@@ -11,6 +11,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
+from covmerge.maths.methods.gathered import Made, TensorInBlocks
 from covmerge.maths.methods.registry import (
     AXIS_BOUND_UP_TO_BOUNDS,
     AnyRows,
@@ -32,15 +33,9 @@ def _tensor_pass_bytes(parameters: Parameters) -> float:
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
-    found: Tensor | None = None
-    done = 0
-    for group in groups():
-        base, (model,) = inputs_of(group, parameters["arithmetic"])
-        block = _importance(base, model).reshape(-1)
-        found = block.new_empty(prod(shape)) if found is None else found
-        found[done : done + len(block)] = block
-        done += len(block)
-    assert found is not None
+    whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
+    importances = Made((0,), lambda part, base, models: _importance(base, models[0]))
+    (found,) = whole.gathered([importances])
     return AnyRows(_least(found))
 
 

@@ -117,31 +117,20 @@ class Counted:
         return tuple(of_active.get(id(update), 0.0) for update in self.group.updates)
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """The likeness of the experts' updates on the inputs."""
+def _likeness(dots: Tensor, shares: Tensor) -> tuple[Tensor, float, float]:
+    """Return how alike updates are on the inputs, from ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
 
-    lengths: Tensor  # ‖Δ_tC₀^½‖ `(T,)`, float64
-    # N, the number of experts without a common direction that are equivalent to these
-    experts: float
-    agreement: float  # Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), at most 1
-
-    @classmethod
-    def of(cls, dots: Tensor, shares: Tensor) -> Likeness:
-        """Return the likeness from ⟨Δ_tC₀^½, Δ_uC₀^½⟩ `(T, T)`, float64.
-
-        Two updates that give no outputs have nothing in common.
-        """
-        squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
-        lengths = squares.sqrt()  # the product of two lengths; that of two squares may underflow
-        cosines = (dots / torch.outer(lengths, lengths)).square()
-        cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
-        alike = float((shares * (cosines @ shares)).sum())
-        return cls(
-            lengths,
-            max(1.0, float(shares.sum()) ** 2 / alike),
-            min(1.0, float(shares.square().sum()) / alike),
-        )
+    It is the lengths ‖Δ_tC₀^½‖ `(T,)`, N, the number of experts without a common direction that are
+    equivalent to these, and Σ s_t² / Σ s_ts_u cos²(Δ_tC₀^½, Δ_uC₀^½), at most 1. Two updates that give no
+    outputs have nothing in common.
+    """
+    squares = dots.diagonal().clamp_min(torch.finfo(torch.float64).tiny)
+    lengths = squares.sqrt()  # the product of two lengths; that of two squares may underflow
+    cosines = (dots / torch.outer(lengths, lengths)).square()
+    cosines = cosines.clamp_max(1.0).fill_diagonal_(1.0)
+    alike = float((shares * (cosines @ shares)).sum())
+    experts = max(1.0, float(shares.sum()) ** 2 / alike)
+    return lengths, experts, min(1.0, float(shares.square().sum()) / alike)
 
 
 def equalise(
@@ -165,7 +154,7 @@ def equalise(
         The merged update and its diagnostics; None if C₀R is zero.
     """
     updates = counted.active.updates
-    alike = Likeness.of(metric.dots(updates), counted.shares)
+    lengths, experts, agreement = _likeness(metric.dots(updates), counted.shares)
     spectrum = metric.spectrum(fused, RankRule(rtol))
     sigma = spectrum.sigma
     if not len(sigma):
@@ -173,12 +162,12 @@ def equalise(
     faint = (_FAINT * sigma.square().sum() / sigma.sum()).square()
     in_use = float((sigma.square() / (sigma.square() + faint)).sum()) / min(counted.group.shape)
     uneven = counted.uneven()
-    exponent = (0.75 - in_use / 4.0) * (1.0 - alike.experts**-2.0) * (1.0 - uneven)
+    exponent = (0.75 - in_use / 4.0) * (1.0 - experts**-2.0) * (1.0 - uneven)
     lift = (sigma.square() + faint) ** (-exponent / 2.0)
     pairs = zip(counted.weights, counted.bounds, strict=True)
     in_sum = [float(weight) * bound for weight, bound in pairs]
     whole = metric.nuclear_norm(stack_weighted(updates, in_sum))
-    scale = alike.agreement * whole / float((sigma * lift).sum())
+    scale = agreement * whole / float((sigma * lift).sum())
     lifted = sigma * lift * scale
     merged = spectrum.lifted(lift * scale, float(faint) ** (-exponent / 2.0) * scale)
     away = counted.towards_safest()
@@ -188,12 +177,12 @@ def equalise(
         diagnostics,
         shares=counted.of_all([float(share) for share in counted.shares]),
         bounds=counted.of_all(counted.bounds),
-        unlike_experts=alike.experts,
+        unlike_experts=experts,
         uneven_use=uneven,
         directions_in_use=in_use,
         flattening=exponent,
         lengthening=float(lifted.sum() / sigma.sum()),
-        outputs_length=norm(lifted) / float((alike.lengths * counted.weights).sum()),
+        outputs_length=norm(lifted) / float((lengths * counted.weights).sum()),
         towards_least_squares=away,
     )
     return Merged(merged, diagnostics)

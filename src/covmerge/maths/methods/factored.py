@@ -55,15 +55,6 @@ class MergedFactors:
         return LowRank(left, right).to(self.dtype), sigma
 
 
-@dataclass(frozen=True)
-class _Reduced:
-    """Low-rank updates as a group of small ones, and the bases in which these are written."""
-
-    group: LinearGroup
-    left: Basis | None
-    right: Basis | None
-
-
 def merge_factors(
     method: Method,
     updates: Sequence[LowRank],
@@ -95,29 +86,31 @@ def merge_factors(
         [1.0, 1.0]
     """
     method.check_data(measured, updates[0].shape, len(updates))
-    reduced = _reduce(method.sides_for(parameters), updates, weights)
+    group, left, right = _reduce(method.sides_for(parameters), updates, weights)
     group = replace(
-        reduced.group,
+        group,
         thresholds=None if thresholds is None else tuple(thresholds),
         expert_statistics=tuple(
-            replace(gram, value=_turned(gram.value, reduced.right)) for gram in measured
+            replace(gram, value=_turned(gram.value, right)) for gram in measured
         ),
         base_norm=base_norm,
     )
     merged = method(group, **parameters)
-    return MergedFactors(reduced.left, merged.delta, reduced.right, updates[0].dtype, merged.stats)
+    return MergedFactors(left, merged.delta, right, updates[0].dtype, merged.stats)
 
 
 def ranked_factors(
     method: Method, updates: Sequence[LowRank], weights: Sequence[float], parameters: Parameters
 ) -> tuple[Tensor, ...]:
     """Return per update the values whose magnitudes the method's global pass ranks, float64."""
-    reduced = _reduce(method.sides_for(parameters), updates, weights)
-    return method.ranked_values(reduced.group, parameters)
+    group, _, _ = _reduce(method.sides_for(parameters), updates, weights)
+    return method.ranked_values(group, parameters)
 
 
-def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) -> _Reduced:
-    """Write the updates in a basis on one side or on both.
+def _reduce(
+    sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]
+) -> tuple[LinearGroup, Basis | None, Basis | None]:
+    """Write the updates in a basis on one side or on both; return the small group and the bases.
 
     Every factor is first scaled near 1 by a power of two, which changes no digit. The bases then do not
     depend on how an update's scale is split between its factors (1e20 and 1e-20, for example).
@@ -146,7 +139,7 @@ def _reduce(sides: Sides, updates: Sequence[LowRank], weights: Sequence[float]) 
         for b, a, out, into in zip(outputs, inputs, outer, inner, strict=True)
     )
     cores = tuple(each.dense() for each in factors)
-    return _Reduced(LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right)
+    return LinearGroup(cores, tuple(weights), frame=frame, factors=factors), left, right
 
 
 def _turned(gram: Tensor, right: Basis | None) -> Tensor:

@@ -33,16 +33,12 @@ def _unit(parameters: Parameters) -> Unit:
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     del shape
     epsilon: float = parameters["epsilon"]
-    together: Tensor | None = None
-    unique: Tensor | None = None
+    found: list[tuple[Tensor, Tensor]] = []
     for group in groups():
         base, models = inputs_of(group, parameters["arithmetic"])
         changed = torch.stack([(model - base).reshape(-1).abs() > epsilon for model in models])
-        here = _counted(changed, changed.sum(dim=0, keepdim=True))
-        together = here[0] if together is None else together + here[0]
-        unique = here[1] if unique is None else unique + here[1]
-    assert together is not None
-    assert unique is not None
+        found.append(_counted(changed, changed.sum(dim=0, keepdim=True)))
+    together, unique = (torch.stack(counts).sum(dim=0) for counts in zip(*found, strict=True))
     return AnyRows(_ratio(together, unique, epsilon, parameters["most"]))
 
 

@@ -152,12 +152,11 @@ def _most_varied_of(whole: TensorInBlocks, share: float) -> Tensor:
         for _, base, models in whole.blocks()
     ]
     exponent = _exponent(largest)
-    found: Tensor | None = None
-    for part, base, models in whole.blocks():
-        block = _variance(torch.stack([model - base for model in models]), exponent).reshape(-1)
-        found = block.new_empty(whole.numel) if found is None else found
-        found[part] = block
-    assert found is not None
+
+    def variance(part: slice, base: Tensor, models: Sequence[Tensor]) -> Tensor:
+        return _variance(torch.stack([model - base for model in models]), exponent)
+
+    (found,) = whole.gathered([Made(tuple(range(len(largest[0]))), variance)])
     return _largest(found, share)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from math import nan
 from typing import Annotated
 
@@ -34,14 +33,6 @@ Share = Annotated[float, Field(description="place on the way: 0 is the base, 1 t
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     size = d_out * d_in
     return Cost(12.0 * size, (count + 2) * size * itemsize + 8 * min(size, _PART) * itemsize)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """The factors of the base and of the model, in the dtype of the sums."""
-
-    of_base: Tensor
-    of_model: Tensor
 
 
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
@@ -91,20 +82,19 @@ def slerp(group: LinearGroup, *, t: Share = 0.5, arithmetic: ArithmeticParameter
     base, (model,) = inputs_of(group, arithmetic)
     if not base.numel():
         return group.models[0].clone()
-    shares: Shares
-    (shares,) = group.known or (_shares(lambda: iter([(base, model)]), t),)
+    of_base, of_model = group.known[0] if group.known else _shares(lambda: iter([(base, model)]), t)
     dtype = wide(base.dtype)
     result = torch.empty_like(base).view(-1)
     for start in range(0, len(result), _PART):
         x, y = (way.reshape(-1)[start : start + _PART].to(dtype) for way in (base, model))
-        result[start : start + _PART] = (shares.of_base * x).add_(shares.of_model * y)
+        result[start : start + _PART] = (of_base * x).add_(of_model * y)
     return result.view(base.shape).to(group.models[0].dtype)
 
 
-def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Shares:
-    """Return the factors for t, from the angle between two whole tensors, which come in pieces.
+def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> tuple[Tensor, Tensor]:
+    """Return the factors of base and model, from the angle between two whole tensors, which come in pieces.
 
-    Sums are taken over parts of a fixed size, and then over the parts.
+    Sums are taken over parts of a fixed size, and then over the parts; the factors are in their dtype.
     """
     norms = [[lengths(x, axis=1, keep=True) for x in pair] for pair in _parts(ways())]
     first, second = (_length([pair[which] for pair in norms]) for which in (0, 1))
@@ -114,7 +104,7 @@ def _shares(ways: Callable[[], Iterator[tuple[Tensor, Tensor]]], t: float) -> Sh
     straight = cosine.abs() > _STRAIGHT
     angle = torch.acos(torch.where(straight, torch.zeros_like(cosine), cosine))
     sine = torch.sin(angle)
-    return Shares(
+    return (
         torch.where(straight, 1 - place, torch.sin((1 - place) * angle) / sine).view(()),
         torch.where(straight, place, torch.sin(place * angle) / sine).view(()),
     )

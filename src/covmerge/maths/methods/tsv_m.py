@@ -45,20 +45,18 @@ def leading_triplets(group: LinearGroup, known: Resolution, *, lossless: bool = 
         >>> found.unchanged, found.k, len(found.parts)
         (1, 2, 2)
     """
-    if lossless:
-        return _find(group, known, lossless=True)
-    return group.once(f"leading triplets, {known}", lambda: _find(group, known, lossless=False))
 
+    def find() -> Triplets:
+        changed = known.changed(group)
+        unchanged = len(group.updates) - len(changed)
+        if not changed:
+            return Triplets(unchanged, None, (), ())
+        side = min(group.shape)
+        k = side if lossless else max(1, side // len(changed))
+        parts = tuple(leading_svd(update, k, rule) for update, _, rule in changed)
+        return Triplets(unchanged, k, parts, tuple(weight for _, weight, _ in changed))
 
-def _find(group: LinearGroup, known: Resolution, *, lossless: bool) -> Triplets:
-    changed = known.changed(group)
-    unchanged = len(group.updates) - len(changed)
-    if not changed:
-        return Triplets(unchanged, None, (), ())
-    side = min(group.shape)
-    k = side if lossless else max(1, side // len(changed))
-    parts = tuple(leading_svd(update, k, rule) for update, _, rule in changed)
-    return Triplets(unchanged, k, parts, tuple(weight for _, weight, _ in changed))
+    return find() if lossless else group.once(f"leading triplets, {known}", find)
 
 
 def together(group: LinearGroup, known: Resolution, found: Triplets) -> Orthogonalized:
