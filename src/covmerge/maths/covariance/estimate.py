@@ -77,11 +77,6 @@ def centered_gram(update: Tensor, *, eps: float = 0.0, frame: Frame | None = Non
     return Covariance(update, mean=mean, ones=frame.ones_out, ridge=eps)
 
 
-def trace_normalized(covariance: Covariance) -> Covariance:
-    """Return C_t / Tr(RᵀR), with the ridge divided too (ACE, Eqs. 8 and 9)."""
-    return covariance.times(1.0 / (covariance.energy() + TRACE_FLOOR))
-
-
 # The heterogeneity statistic γ, which decides whether all experts are scaled alike.
 
 # Norms of float32 updates are known to about 1e-7 of their size.

@@ -21,7 +21,6 @@ from covmerge.maths.covariance.estimate import (
     Statistic,
     centered_gram,
     heterogeneity,
-    trace_normalized,
 )
 from covmerge.maths.covariance.estimate import gate as heterogeneity_gate
 from covmerge.maths.covariance.normal import NormalEquations, collective_prior, normal_equations
@@ -358,7 +357,8 @@ def _covariances(
     """Return Σ̂_t,reg of every expert (ACE, Eqs. 5–10)."""
     estimates = [centered_gram(update, eps=eps, frame=frame) for update in active.updates]
     if normalize:
-        estimates = [trace_normalized(estimate) for estimate in estimates]
+        # Over Tr RᵀR, with the ridge divided too (Eqs. 8 and 9).
+        estimates = [each.times(1.0 / (each.energy() + TRACE_FLOOR)) for each in estimates]
     return [e.times(weight) for e, weight in zip(estimates, active.weights, strict=True)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup
 from covmerge.maths.methods.arithmetic import ArithmeticParameter, inputs_of
-from covmerge.maths.methods.gathered import Made, TensorInBlocks
+from covmerge.maths.methods.gathered import Made, TensorInBlocks, one_buffer
 from covmerge.maths.methods.registry import (
     AXIS_BOUND_UP_TO_BOUNDS,
     AnyRows,
@@ -27,11 +27,6 @@ _EPS = 1e-8
 _OUTLYING = 1.5  # threshold in interquartile ranges above the median
 
 
-def _tensor_pass_bytes(parameters: Parameters) -> float:
-    """Return the bytes per entry of the importances and of their copy that is partitioned."""
-    return 8.0 if parameters["arithmetic"] in ("float32", "float16", "bfloat16") else 16.0
-
-
 def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -> AnyRows:
     whole = TensorInBlocks(groups, prod(shape), parameters["arithmetic"])
     importances = Made((0,), lambda part, base, models: _importance(base, models[0]))
@@ -45,7 +40,11 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     laws=AXIS_BOUND_UP_TO_BOUNDS.copies_give(None, "its most important entries"),
     cost=EntryCost(PerEntry(copies=1), PerEntry(60, copies=6, bytes=8)),
     unit="tensor",
-    tensor_pass=TensorPass(_tensor_pass, _tensor_pass_bytes),
+    tensor_pass=TensorPass(
+        # The importances, and their copy that is partitioned.
+        _tensor_pass,
+        lambda parameters: 2 * one_buffer(parameters["arithmetic"]),
+    ),
     sees="weights",
     experts=(1, 1),
 )

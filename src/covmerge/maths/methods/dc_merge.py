@@ -21,7 +21,6 @@ from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
 from covmerge.maths.methods.tsv_m import (
     TsvDiagnostics,
-    kept_together,
     leading_triplets,
     together,
     triplets_cost,
@@ -48,7 +47,7 @@ class DcDiagnostics(TsvDiagnostics):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
-    side = kept_together(d_out, d_in, count)
+    side = max(min(d_out, d_in), count)  # the triplets that all keep together
     triplets = triplets_cost(d_out, d_in, count, itemsize, side)
     products = 2.0 * side * side * (2 * (d_out + d_in) + side)
     # A core and its temporaries; the kept blocks of all experts, which have as many entries, and theirs.

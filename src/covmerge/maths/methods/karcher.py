@@ -64,11 +64,6 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     return _Mean(merged, prod(shape[1:]))
 
 
-def _entry_bytes(parameters: Parameters) -> float:
-    """Return the bytes of a model, its direction, the mean, a step, and two temporaries."""
-    return 6 * one_buffer(parameters["arithmetic"])
-
-
 @register(
     "karcher",
     equation="W̄ = mean ‖W_t‖ · argmin_m Σ θ(m, W_t/‖W_t‖)²,  ‖m‖ = 1",
@@ -81,7 +76,12 @@ def _entry_bytes(parameters: Parameters) -> float:
     laws=SCALE_BOUND.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(100, copies=2), PerEntry(copies=3)),
     unit="tensor",
-    tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
+    tensor_pass=TensorPass(
+        # A model, its direction, the mean, a step, and two temporaries.
+        _tensor_pass,
+        lambda parameters: 6 * one_buffer(parameters["arithmetic"]),
+        together=True,
+    ),
     sees="weights",
     weighted=False,
     stands_alone=_stands_alone,

@@ -85,11 +85,6 @@ def _tensor_pass(groups: Groups, shape: Sequence[int], parameters: Parameters) -
     return AnyRows(_Way(sizes, size, along, lengths(tangent) + eps))
 
 
-def _entry_bytes(parameters: Parameters) -> float:
-    """Return the bytes per entry of the mean and of one more gathered tensor."""
-    return 2 * one_buffer(parameters["arithmetic"])
-
-
 def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
     weights = weights_of(parameters["weight"], group)
     shares = torch.tensor(weights, dtype=base.dtype, device=base.device)
@@ -103,7 +98,12 @@ def _shares(parameters: Parameters, group: LinearGroup, base: Tensor) -> Tensor:
     laws=SCALE_BOUND.copies_give(1.0, "the expert"),
     cost=EntryCost(PerEntry(30, copies=4), PerEntry(copies=3)),
     unit="tensor",
-    tensor_pass=TensorPass(_tensor_pass, _entry_bytes, together=True),
+    tensor_pass=TensorPass(
+        # The mean, and one more gathered tensor.
+        _tensor_pass,
+        lambda parameters: 2 * one_buffer(parameters["arithmetic"]),
+        together=True,
+    ),
     sees="weights",
     stands_alone=around_zero,
 )

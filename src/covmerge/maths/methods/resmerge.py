@@ -219,12 +219,7 @@ def _shares(weights: Sequence[float]) -> Tensor:
 
 
 def _mean_of_two(cosines: Tensor, share: Tensor) -> float:
-    """Return the weighted mean of a symmetric matrix's off-diagonal entries; 1 for a single entry.
-
-    Example:
-        >>> _mean_of_two(torch.tensor([[1.0, 0.5], [0.5, 1.0]]), torch.tensor([0.9, 0.1]))
-        0.5
-    """
+    """Return the weighted mean of a symmetric matrix's off-diagonal entries; 1 for a single entry."""
     if len(share) == 1:
         return 1.0
     pairs = torch.outer(share, share).fill_diagonal_(0.0)

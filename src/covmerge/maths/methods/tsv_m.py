@@ -71,16 +71,6 @@ def together(group: LinearGroup, known: Resolution, found: Triplets) -> Orthogon
     return group.once(f"polar factors of {found.k} triplets each, {known}", make)
 
 
-def kept_together(d_out: int, d_in: int, count: int) -> int:
-    """Return how many triplets `count` experts keep, without those that equal the last.
-
-    Example:
-        >>> kept_together(24, 40, 4), kept_together(3, 40, 4)
-        (24, 4)
-    """
-    return max(min(d_out, d_in), count)
-
-
 def triplets_cost(d_out: int, d_in: int, count: int, itemsize: int, total: int) -> Cost:
     """Return the cost of `total` triplets, and of U diag(s) V with the polar factors of their vectors."""
     each = leading_cost(d_out, d_in, max(1, total // count), itemsize)
@@ -104,7 +94,8 @@ class TsvDiagnostics(Diagnostics):
 
 
 def _cost(d_out: int, d_in: int, count: int, itemsize: int, *, lossless: bool = False) -> Cost:
-    total = count * min(d_out, d_in) if lossless else kept_together(d_out, d_in, count)
+    side = min(d_out, d_in)
+    total = count * side if lossless else max(side, count)
     return triplets_cost(d_out, d_in, count, itemsize, total)
 
 
