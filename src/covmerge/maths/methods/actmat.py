@@ -10,7 +10,7 @@ from pydantic import Field
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.estimate import Covariance
 from covmerge.maths.linalg.auto import Cost, pinv_cost
-from covmerge.maths.methods.closed_form import Active, CutOff, active_experts, solve_cut_off
+from covmerge.maths.methods.closed_form import CutOff, active_experts, solve_cut_off
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 
 
@@ -18,12 +18,6 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
     # The cost of layers where the cut-off removes eigenvalues; the other layers cost less.
     del itemsize  # always float64
     return pinv_cost(d_out, d_in, count)
-
-
-def _covariances(active: Active) -> list[Covariance]:
-    """Return w_t Δ_tᵀΔ_t of every expert."""
-    pairs = zip(active.updates, active.weights, strict=True)
-    return [Covariance(update, scale=weight) for update, weight in pairs]
 
 
 @register(
@@ -87,5 +81,7 @@ def actmat(
     if not active.updates:
         return Merged(torch.zeros_like(group.updates[0]), CutOff(unchanged=active.unchanged))
 
-    merged, diagnostics = solve_cut_off(active, _covariances(active), rtol)
+    pairs = zip(active.updates, active.weights, strict=True)
+    covariances = [Covariance(update, scale=weight) for update, weight in pairs]
+    merged, diagnostics = solve_cut_off(active, covariances, rtol)
     return Merged(merged.to(dtype), diagnostics)

@@ -83,12 +83,6 @@ def balanced(group: LinearGroup, strength: float) -> LinearGroup:
     """Return the group with the norm of every update moved towards the experts' mean norm.
 
     The mean is over the experts that changed the layer; the updates of the others stay as they are.
-
-    Example:
-        >>> import torch
-        >>> group = LinearGroup((torch.tensor([[1.0]]), torch.tensor([[3.0]])), (1.0, 1.0))
-        >>> [update.item() for update in balanced(group, 0.5).updates]
-        [1.5, 2.5]
     """
     norms = [norm(update) for update in group.updates]
     changed = [size for size in norms if size > 0.0]

@@ -30,13 +30,6 @@ Ridge = Annotated[
     ),
 ]
 
-_EQUATION = "W̄ = W₀ + (Σ Δ_t G̃_t)(Σ G̃_t + ρI)⁻¹,  G̃_t = a·E[z zᵀ] + (1 − a)·diag E[z zᵀ]"
-# The diagonal depends on the axes; only a = 1 does without it.
-_LAWS = AXIS_BOUND.copies_give(
-    lambda parameters, count: 1.0 if parameters["ridge"] == 0 else None,
-    "the expert, whatever the data of each copy; shrunk by a ridge",
-)
-
 
 @dataclass(frozen=True)
 class Factorised(Diagnostics):
@@ -59,7 +52,7 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 
 @register(
     "regmean",
-    equation=_EQUATION,
+    equation="W̄ = W₀ + (Σ Δ_t G̃_t)(Σ G̃_t + ρI)⁻¹,  G̃_t = a·E[z zᵀ] + (1 − a)·diag E[z zᵀ]",
     reference=Reference(
         title="Dataless Knowledge Fusion by Merging Weights of Language Models",
         authors=("Xisen Jin", "Xiang Ren", "Daniel Preotiuc-Pietro", "Pengxiang Cheng"),
@@ -67,7 +60,11 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
         arxiv="2212.09849",
         equations="§3, Algorithm 1",
     ),
-    laws=_LAWS,
+    # The diagonal depends on the axes; only a = 1 does without it.
+    laws=AXIS_BOUND.copies_give(
+        lambda parameters, count: 1.0 if parameters["ridge"] == 0 else None,
+        "the expert, whatever the data of each copy; shrunk by a ridge",
+    ),
     cost=_cost,
     data="gram",
     diagnostics=Factorised,

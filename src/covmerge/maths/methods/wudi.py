@@ -12,7 +12,6 @@ from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
 from covmerge.maths.methods.closed_form import (
-    Active,
     CutOff,
     active_experts,
     solve_cut_off,
@@ -20,6 +19,7 @@ from covmerge.maths.methods.closed_form import (
 )
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
 
+# From this ratio of norms on, float32 may lose the squares of the smallest update.
 _APART = 1e-9
 
 
@@ -34,11 +34,6 @@ def _cost(d_out: int, d_in: int, count: int, itemsize: int) -> Cost:
 def _sides(parameters: Parameters) -> Sides:
     """Return the sides with which the solver turns: Adam's steps depend on the axes."""
     return "both" if parameters["solver"] == "closed" else "none"
-
-
-def _are_apart(active: Active) -> bool:
-    """Return whether norms differ so much that float32 may lose the squares of the smallest update."""
-    return min(active.norms) < _APART * max(active.norms)
 
 
 @register(
@@ -136,8 +131,8 @@ def wudi(
         merged = _adam(normal, start, steps, learning_rate)
         diagnostics = CutOff(normal.route, unchanged=active.unchanged)
     else:
-        covariances = active.unit_grams(exact=_are_apart(active))
-        merged, diagnostics = solve_cut_off(active, covariances, rtol)
+        exact = min(active.norms) < _APART * max(active.norms)
+        merged, diagnostics = solve_cut_off(active, active.unit_grams(exact=exact), rtol)
     return Merged(merged.to(first.dtype), diagnostics)
 
 
