@@ -13,12 +13,7 @@ from torch import Tensor
 from covmerge.maths.linalg.auto import DOTS_BLOCK, DOTS_ROWS
 from covmerge.maths.linalg.cholesky import lower_factor
 from covmerge.maths.linalg.lapack import eigh, eigvalsh, multi_dot
-from covmerge.maths.linalg.spectral import (
-    RankRule,
-    float64_gram,
-    singular_values,
-    truncated_svd,
-)
+from covmerge.maths.linalg.spectral import RankRule, float64_gram, singular_values, truncated_svd
 from covmerge.maths.linalg.symmetric import half, times_lower
 
 

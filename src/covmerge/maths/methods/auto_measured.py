@@ -12,10 +12,7 @@ from torch import Tensor
 
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.input_share import share_of_inputs, share_used
-from covmerge.maths.covariance.measured import (
-    measured_equations,
-    measured_equations_cost,
-)
+from covmerge.maths.covariance.measured import measured_equations, measured_equations_cost
 from covmerge.maths.linalg.auto import Cost, dots_cost, metric_cost, symmetric_cost
 from covmerge.maths.linalg.lapack import norm
 from covmerge.maths.linalg.metric import Metric

@@ -19,12 +19,7 @@ from covmerge.maths.methods.elect import merge_agreeing
 from covmerge.maths.methods.registry import EQUIVARIANT, Reference, register
 from covmerge.maths.methods.resolution import RankRtol, resolution
 from covmerge.maths.methods.summaries import ARBITRARY, DEPENDENT, UNCHANGED
-from covmerge.maths.methods.tsv_m import (
-    TsvDiagnostics,
-    leading_triplets,
-    together,
-    triplets_cost,
-)
+from covmerge.maths.methods.tsv_m import TsvDiagnostics, leading_triplets, together, triplets_cost
 
 # Float32's differences of equal entries of a core, in units of √max(d_out, d_in) · eps of the largest.
 _ROUNDED_APART = 4.0

@@ -8,10 +8,7 @@ import torch
 from pydantic import Field
 
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.measured import (
-    measured_equations,
-    measured_equations_cost,
-)
+from covmerge.maths.covariance.measured import measured_equations, measured_equations_cost
 from covmerge.maths.linalg.auto import FLOAT64, Cost, eigh_cost
 from covmerge.maths.linalg.spectral import RankRule
 from covmerge.maths.methods.closed_form import default_cut_off, solve_pinv

@@ -9,10 +9,7 @@ from pydantic import Field
 
 from covmerge.base.diagnostics import Diagnostics, Summary
 from covmerge.base.types import LinearGroup, Merged
-from covmerge.maths.covariance.measured import (
-    measured_equations,
-    measured_equations_cost,
-)
+from covmerge.maths.covariance.measured import measured_equations, measured_equations_cost
 from covmerge.maths.linalg.auto import Cost
 from covmerge.maths.methods.closed_form import solve_ridge, stack_average
 from covmerge.maths.methods.registry import AXIS_BOUND, Reference, register

@@ -11,12 +11,7 @@ from torch import Tensor
 from covmerge.base.types import LinearGroup, Merged
 from covmerge.maths.covariance.normal import NormalEquations, normal_equations
 from covmerge.maths.linalg.auto import Cost, pinv_cost, sums_cost, system_choice
-from covmerge.maths.methods.closed_form import (
-    CutOff,
-    active_experts,
-    solve_cut_off,
-    stack_weighted,
-)
+from covmerge.maths.methods.closed_form import CutOff, active_experts, solve_cut_off, stack_weighted
 from covmerge.maths.methods.registry import Laws, Parameters, Reference, Sides, register
 
 # From this ratio of norms on, float32 may lose the squares of the smallest update.

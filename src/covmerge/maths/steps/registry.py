@@ -22,22 +22,20 @@ When = Literal["before", "after"]
 class Step(Computation):
     """A registered step. Only its name, its kernel and `when` have to be declared.
 
+    What is not described here is as for a `Method`.
+
     Attributes:
-        name: its name in recipes.
         kernel: a pure function: `(group, *, parameters) -> LinearGroup` for a step before a method, and
             `(group, merged, *, parameters) -> Merged`, or the merged update alone, for a step after it.
         when: whether the step stands before a method or after it.
-        equation: one line of mathematics, in Unicode.
-        reference: the paper; None: there is no paper.
-        laws: as for a method. They are about the updates that the step returns, or about the merged
+        laws: they are about the updates that the step returns, or about the merged
             update that it returns if the one it gets keeps the law. A step before a method permutes with
             its experts.
-        unit: what the step must see at once, as for a method; a step with the unit `matrix` leaves other
+        unit: what the step must see at once; a step with the unit `matrix` leaves other
             tensors alone.
-        cost: FLOPs, and workspace beside the updates that the step returns, as for a method.
+        cost: FLOPs, and workspace beside the updates that the step returns.
         factored: the sides on which the step's result turns with low-rank updates; on other sides adapters
             are multiplied out for it.
-        needs_base: whether the step needs `LinearGroup.base`, W_0.
     """
 
     kind: ClassVar[str] = "step"
