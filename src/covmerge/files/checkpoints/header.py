@@ -17,7 +17,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
+from covmerge.files.checkpoints.base import WeightFile, check_name, check_unchanged, find_header
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAMES, Slot
 from covmerge.files.stores.store import Opened, Stamp, StoredFile
@@ -220,7 +220,7 @@ def _check_cover(slots: Iterable[Slot], start: int, file_size: int, where: str) 
 # Reading bytes of a stored file completely or with an error that names the file; files of tensors.
 
 
-class SlottedFile:
+class SlottedFile(WeightFile):
     """A file in which each tensor is stored in one piece, row by row.
 
     The file is opened again for every read. Otherwise the shards of a model and all its experts
@@ -231,16 +231,11 @@ class SlottedFile:
         slots: the places of its tensors, by name, already checked against the file's size.
     """
 
-    notes: tuple[str, ...] = ()
-    settings: Mapping[str, Any] | None = None
-
     def __init__(self, file: StoredFile, stamp: Stamp, slots: Mapping[str, Slot]) -> None:
         self._file = file
         self.stamp = stamp
         self.slots = slots
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: slot.header for name, slot in slots.items()}
-        )
+        self.headers = MappingProxyType({name: slot.header for name, slot in slots.items()})
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         header = find_header(self.headers, name, rows, str(self._file))
@@ -256,9 +251,6 @@ class SlottedFile:
             )
         shape = header.shape if rows is None else (len(rows), *header.shape[1:])
         return data.view(header.dtype).reshape(shape)
-
-    def close(self) -> None:
-        """Do nothing: no file is open between reads."""
 
 
 @contextmanager

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
-from covmerge.base.types import Module, TensorHeader
+from covmerge.base.types import Module
 from covmerge.files.checkpoints.base import WeightFile
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.stores.paths import check_bare
@@ -53,7 +53,7 @@ class Folder:
     names: frozenset[str]  # of its files
 
 
-class ModuleWeights:
+class ModuleWeights(WeightFile):
     """A module's file of weights, whose tensors are shown under the whole model's names."""
 
     def __init__(self, read: WeightFile, module: Module) -> None:
@@ -61,7 +61,7 @@ class ModuleWeights:
         self._names = {f"{module.prefix}{name}": name for name in read.headers}
         self.notes = read.notes
         self.settings = read.settings
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {
                 name: replace(read.headers[stored_name], name=name, module=module)
                 for name, stored_name in self._names.items()

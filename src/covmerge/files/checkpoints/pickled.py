@@ -33,6 +33,14 @@ from covmerge.files.stores.regular_file import open_regular, reading
 
 ReadAt = Callable[[int, int], bytearray]  # reads some bytes of a file, from an offset on
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the number at the start of torch's format from before 1.6
+_LFS_MAGIC = b"vers"
+_ORDER = b"little"
+_PLAIN = (
+    "torch.",
+    "builtins.",
+    "__builtin__.",
+    "collections.",
+)  # modules of a state dict's classes
 
 
 def load_records(path: Path) -> object:
@@ -40,27 +48,46 @@ def load_records(path: Path) -> object:
 
     Plain values are returned unchanged, tensors as `Laid`, and other objects as `Inert`.
     """
-    where = str(path)
+    return load_noted(path)[0]
+
+
+def load_noted(path: Path) -> tuple[object, tuple[str, ...]]:
+    """Return the records of a file, like `load_records`, and notes about how they were read."""
+    where, notes = str(path), list[str]()
     with _readable(where, "a pickle"), reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        loading = Loading(where, 2 * size)
-        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-            return _load_archive(file, size, loading, partial(_read_at, path))
-        check_whole(size, where)
-        file.seek(0)
-        return _load_bytes(file.read(), loading)
+        loading = Loading(where, size)
+        magic = file.read(len(ZIP_MAGIC))
+        if magic == _LFS_MAGIC:
+            raise CheckpointError(
+                f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+            )
+        if magic == ZIP_MAGIC:
+            records = _load_archive(file, size, loading, partial(_read_at, path))
+        else:
+            check_whole(size, where)
+            file.seek(0)
+            records = _load_bytes(file.read(), loading)
+            notes.append(
+                f"{where} is in torch's format from before 1.6: all {size} bytes are in memory"
+            )
+    if any(not origin.startswith(_PLAIN) for origin in loading.kinds):
+        notes.append(
+            f"{where} is a pickle: its tensors were read, and nothing that it names was run"
+        )
+    return records, tuple(notes)
 
 
 def load_archive(file: IO[bytes], size: int, where: str, read_at: ReadAt) -> object:
     """Return the records of a zip of `torch.save`, like `load_records`; `read_at` reads its bytes later."""
     with _readable(where, "a tensor"):
-        return _load_archive(file, size, Loading(where, 2 * size), read_at)
+        return _load_archive(file, size, Loading(where, size), read_at)
 
 
 def load_metadata(data: bytes, where: str, steps: int) -> object:
     """Return the records of a plain pickle without tensors, like `load_records`."""
     with _readable(where, "metadata"):
-        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
+        return _unpickle(data, Loading(where, len(data)), _no_storage(where), steps)
 
 
 @contextmanager
@@ -93,6 +120,12 @@ def _load_members(
     if len(found) != 1:
         raise CheckpointError(f"{where} has {len(found)} members data.pkl, not one: {NEXT}")
     folder = found[0].filename.removesuffix("data.pkl")
+    if (order := f"{folder}byteorder") in archive.namelist():
+        with archive.open(order) as member:
+            if member.read(len(_ORDER)) != _ORDER:
+                raise CheckpointError(
+                    f"{where} has the bytes of its numbers in another order: {NEXT}"
+                )
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
         member = f"{folder}data/{key}"
@@ -145,12 +178,12 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
     for _ in ("protocol", "system"):
         _next_pickle(stream, where)
     declared: dict[str, Storage] = {}
-    places: dict[str, bytes] = {}
+    places: dict[str, memoryview] = {}
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
         def read(first: int, wanted: int) -> bytearray:
-            held = memoryview(places[key])
-            return bytearray(held[first * dtype.itemsize : (first + wanted) * dtype.itemsize])
+            part = places[key][first * dtype.itemsize : (first + wanted) * dtype.itemsize]
+            return bytearray(part)
 
         return declared.setdefault(key, Storage(dtype, count, read))
 
@@ -166,11 +199,12 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
     return content
 
 
-def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
-    """Read a count and that many numbers."""
+def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> memoryview:
+    """Read a count and that many numbers, without a copy."""
     (count,) = struct.unpack("<q", stream.read(8))
-    size = storage.count * storage.dtype.itemsize
-    data = stream.read(size)
+    size, start = storage.count * storage.dtype.itemsize, stream.tell()
+    data = stream.getbuffer()[start : start + size]
+    stream.seek(start + len(data))
     if count != storage.count or len(data) != size:
         raise CheckpointError(
             f"{where} says {count} numbers of {storage.dtype} and holds {len(data)} bytes, where "
@@ -182,7 +216,7 @@ def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
 def _next_pickle(stream: io.BytesIO, where: str, steps: int = MAX_STEPS) -> bytes:
     """Return the bytes of one pickle, checked for steps that would take memory before other checks."""
     start = stream.tell()
-    check_steps(stream, where, most=steps)
+    check_steps(stream, where, steps)
     stream.seek(start)
     left = stream.getbuffer().nbytes - start
     for opcode, argument, _ in pickletools.genops(stream):
