@@ -60,7 +60,7 @@ from covmerge.files.checkpoints.folder import (
     open_file,
     open_modules,
 )
-from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
@@ -688,14 +688,10 @@ def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
     if file.suffix != ".safetensors":
         return {}
     where = f"lora_adapter_metadata of {file}"
-    fields = parse_object(_metadata(file).get("lora_adapter_metadata", "{}").encode(), where)
+    text = SafetensorsFile(file).metadata().get("lora_adapter_metadata", "{}")
+    fields = parse_object(text.encode(), where)
     parts: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         part, dot, field = name.rpartition(".")
         parts.setdefault(part + dot, {"peft_type": "LORA"})[field] = value
     return {part: AdapterConfig(where, settings) for part, settings in parts.items()}
-
-
-def _metadata(file: StoredFile) -> dict[str, str]:
-    start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
-    return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))

@@ -34,34 +34,6 @@ _MAX_BYTES = 2**63 - 1
 _CUT_SHORT = "the download was probably cut short, fetch the file again"
 
 
-def data_start(start: bytes, file_size: int, where: str) -> int:
-    """Return the offset of the data, from a file's first 8 bytes.
-
-    Raises:
-        CheckpointError: the length of the header is impossible.
-    """
-    if file_size < LENGTH_BYTES:
-        raise CheckpointError(
-            f"{where} is {file_size} bytes long, and a safetensors file has 8 or more: {_CUT_SHORT}"
-        )
-    if start.startswith(b"version "):
-        raise CheckpointError(
-            f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
-        )
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{where} claims a header of {length} bytes, and {MAX_HEADER_BYTES} is the most that "
-            "safetensors allows: is it a safetensors file?"
-        )
-    if LENGTH_BYTES + length > file_size:
-        raise CheckpointError(
-            f"{where} claims a header of {length} bytes, and the whole file has {file_size}: "
-            f"{_CUT_SHORT}"
-        )
-    return LENGTH_BYTES + length
-
-
 def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
     """Return the place of each tensor, in the order of the data; `text` is the JSON header.
 
@@ -89,20 +61,8 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
     return MappingProxyType({slot.header.name: slot for slot in slots})
 
 
-def parse_metadata(text: bytes, where: str) -> dict[str, str]:
-    """Return the metadata of a header; an empty dict if `__metadata__` is missing or null.
-
-    Example:
-        >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
-        {'format': 'pt'}
-        >>> parse_metadata(b'{"__metadata__": null}', "model.safetensors")  # as MLX writes it
-        {}
-    """
-    return _texts(parse_object(text, f"the header of {where}").get("__metadata__"), where)
-
-
 def _texts(metadata: object, where: str) -> dict[str, str]:
-    if metadata is None:
+    if metadata is None:  # or null, as MLX writes it
         return {}
     texts = isinstance(metadata, dict) and all(
         isinstance(value, str) for value in cast("dict[str, object]", metadata).values()
@@ -319,11 +279,35 @@ class SafetensorsFile(SlottedFile):
             check_unchanged(self._file, self.stamp, opened.stamp)
             return _header_of(opened, str(self._file))
 
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of its header, read once more."""
+        header = parse_object(self.header_text(), f"the header of {self._file}")
+        return _texts(header.get("__metadata__"), str(self._file))
+
 
 def _header_of(opened: Opened, where: str) -> bytes:
+    """Return the JSON header, after checking that its length is possible."""
     size = opened.stamp[0]
-    length = bytearray(min(size, LENGTH_BYTES))
-    read_into(memoryview(length), opened, 0, where)
-    header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
+    if size < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{where} is {size} bytes long, and a safetensors file has 8 or more: {_CUT_SHORT}"
+        )
+    start = bytearray(LENGTH_BYTES)
+    read_into(memoryview(start), opened, 0, where)
+    if start == b"version ":
+        raise CheckpointError(
+            f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+        )
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and {MAX_HEADER_BYTES} is the most that "
+            "safetensors allows: is it a safetensors file?"
+        )
+    if LENGTH_BYTES + length > size:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and the whole file has {size}: {_CUT_SHORT}"
+        )
+    header = bytearray(length)
     read_into(memoryview(header), opened, LENGTH_BYTES, where)
     return bytes(header)

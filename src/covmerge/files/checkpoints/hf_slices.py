@@ -17,7 +17,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.header import SafetensorsFile, parse_metadata
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
@@ -71,7 +71,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
 def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
     """Open the file of one rank, and return the entries with the places of its tensors too."""
     read = SafetensorsFile(file)
-    text = parse_metadata(read.header_text(), str(file)).get(_KEY)
+    text = read.metadata().get(_KEY)
     if text is None:
         raise CheckpointError(
             f"{file} has no {_KEY} in its header, so that the places of its tensors are not known: fetch "
