@@ -12,11 +12,12 @@ import torch
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
-from covmerge.files.adapters.layout import PREFIX, AsPeft
+from covmerge.files.adapters.layout import PREFIX, as_peft
 from covmerge.files.adapters.names import Update
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.pieces import Assembled
 from covmerge.files.quantised.gguf_file import GgufSettings, gguf_package
 
 # Architectures for which it is known how llama.cpp's converter orders rows: it permutes only
@@ -43,14 +44,14 @@ def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
     return settings if settings.metadata.get("general.type") == "adapter" else None
 
 
-def gguf_factors(stored: Checkpoint, settings: GgufSettings) -> tuple[AsPeft, AdapterConfig]:
+def gguf_factors(stored: Checkpoint, settings: GgufSettings) -> tuple[Assembled, AdapterConfig]:
     """Return a GGUF file's factors as PEFT's, with the configuration that PEFT would have.
 
     Raises:
         CheckpointError: the file is no LoRA of plain matrices, or has no alpha.
     """
     names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
-    found = AsPeft(stored, names, {n for n in names if n.endswith(_TABLE_ENDS[".weight.lora_a"])})
+    found = as_peft(stored, names, {n for n in names if n.endswith(_TABLE_ENDS[".weight.lora_a"])})
     found.config = None
     metadata = settings.metadata
     alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")

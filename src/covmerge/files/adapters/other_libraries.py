@@ -12,9 +12,10 @@ from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.adapters.layout import PREFIX, AsPeft
+from covmerge.files.adapters.layout import PREFIX, as_peft
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.pieces import Assembled
 
 MLX_NAME = "adapters.safetensors"
 _OF_MLX: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
@@ -29,12 +30,12 @@ _FUSE = (
 )
 
 
-def mlx_factors(stored: Checkpoint, rank: int) -> AsPeft:
+def mlx_factors(stored: Checkpoint, rank: int) -> Assembled:
     """Return mlx-lm's factors as PEFT's; those of layers are stored transposed."""
     headers = stored.headers
     names = {_peft_name(header, rank, stored.source): name for name, header in headers.items()}
     matrices = {new for new, old in names.items() if len(headers[old].shape) == 2}
-    return AsPeft(stored, names, {n for n in matrices if not _is_of_table(names[n])})
+    return as_peft(stored, names, {n for n in matrices if not _is_of_table(names[n])})
 
 
 def mlx_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def adapterhub_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"peft_type": "IA3", "feedforward_modules": []}
 
 
-def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> AsPeft:
+def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> Assembled:
     """Return the factors of a file as PEFT's, l `(d_out, 1)`; `fields` are of `adapterhub_fields`."""
     ends = _OF_ADAPTERHUB[fields["peft_type"]]
     names: dict[str, str] = {}
@@ -174,7 +175,7 @@ def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> AsPeft:
                 "folder of its own, model.save_adapter(FOLDER, NAME)"
             )
         names[to] = name
-    return AsPeft(stored, names)
+    return as_peft(stored, names)
 
 
 def _refuse_setting(where: str, name: str, value: object, step: str) -> NoReturn:
