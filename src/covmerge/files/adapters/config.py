@@ -168,11 +168,8 @@ class AdapterConfig:
                 self.refuse(name, "which is true or false")
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> Iterator[str]:
         """Notes for the user about this configuration; some arise only when layers are asked about."""
-        return tuple(self._notes())
-
-    def _notes(self) -> Iterator[str]:
         if unknown := sorted(set(self.fields) - self._known - _KNOWN_OFF):
             yield f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         kind = self.kind
@@ -358,7 +355,7 @@ class AdapterConfig:
     def _known(self) -> set[str]:
         """The fields that are read, and the fields that do not affect what is stored."""
         kind = self.kind
-        return _WITHOUT_EFFECT | (_READ_OF_ALL | kind.fields | kind.unused if kind else _READ)
+        return _WITHOUT_EFFECT | (_READ_OF_ALL | {"init_weights", *kind.fields} if kind else _READ)
 
     def _refuse_target(self, module: str, name: str) -> NoReturn:
         raise CheckpointError(

@@ -205,8 +205,7 @@ OSF = AdapterType(
     shapes=_osf_shapes,
     weight=_osf_weight,
     by_rows=False,
-    fields=frozenset({"effective_rank", "rank_pattern"}),
-    unused=frozenset({"init_weights", "target_svd_config"}),
+    fields=("effective_rank", "rank_pattern", "target_svd_config"),
 )
 
 
@@ -244,8 +243,7 @@ DEFT = AdapterType(
     shapes=_deft_shapes,
     weight=_deft_weight,
     by_rows=False,
-    fields=frozenset({"r", "decomposition_method", "para", "alpha"}),
-    unused=frozenset({"deft_dropout", "init_scale", "init_weights"}),
+    fields=("r", "decomposition_method", "para", "alpha", "deft_dropout", "init_scale"),
 )
 
 
@@ -327,8 +325,7 @@ DELORA = AdapterType(
     shapes=_delora_shapes,
     factors=_delora_factors,
     rank=lambda layer: layer.rank("A", 0),
-    fields=frozenset({"r", "rank_pattern"}),
-    unused=frozenset({"delora_lambda", "lambda_pattern", "module_dropout", "init_weights"}),
+    fields=("r", "rank_pattern", "delora_lambda", "lambda_pattern", "module_dropout"),
 )
 
 
@@ -381,8 +378,7 @@ GRALORA = AdapterType(
     shapes=_gralora_shapes,
     update=_update,
     by_rows=False,
-    fields=frozenset({"r", "alpha", "gralora_k", "hybrid_r"}),
-    unused=frozenset({"gralora_dropout", "init_weights"}),
+    fields=("r", "alpha", "gralora_k", "hybrid_r", "gralora_dropout"),
 )
 
 
@@ -440,8 +436,7 @@ GLORA = AdapterType(
     bias=_bias,
     has_bias=lambda layer: any(f"{side}.{_NONE}" not in layer for side in "CDE"),
     adds_bias=True,
-    fields=frozenset({"r", "config_A_B", "config_C", "config_D_E"}),
-    unused=frozenset({"init_weights"}),
+    fields=("r", "config_A_B", "config_C", "config_D_E"),
 )
 
 
@@ -477,8 +472,7 @@ HIRA = AdapterType(
     },
     shapes=_hira_shapes,
     weight=_hira_weight,
-    fields=frozenset({"r", "rank_pattern"}),
-    unused=frozenset({"hira_dropout", "init_weights"}),
+    fields=("r", "rank_pattern", "hira_dropout"),
 )
 
 TYPES = (DEFT, DELORA, GLORA, GRALORA, HIRA, OSF)
