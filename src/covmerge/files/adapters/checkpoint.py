@@ -68,6 +68,7 @@ from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Store, StoredFile, child
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -491,10 +492,8 @@ def open_adapter_folder(
         CheckpointError: the adapter is damaged or its kind is not read, or there are several to
             choose from.
     """
-    try:
+    with failing_as(f"{store} cannot be listed"):
         names, folders = set(store.names()), store.folders()
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
     if holds_adapter(names):
         unread = f"{store}: the adapters {', '.join(inside)} in it were not read"

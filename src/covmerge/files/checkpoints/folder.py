@@ -37,7 +37,7 @@ from covmerge.files.checkpoints.file_formats import (
     open_weights,
 )
 from covmerge.files.checkpoints.hashes import sha256_of
-from covmerge.files.checkpoints.header import current_stamp, still_readable
+from covmerge.files.checkpoints.header import current_stamp
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
@@ -45,6 +45,7 @@ from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_fol
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
@@ -191,7 +192,7 @@ class FileCheckpoint(Kind):
 
     def _hash(self, file: StoredFile, pace: Pace) -> str:
         """Return the SHA-256 of a file."""
-        with still_readable(file):
+        with failing_as(f"{file} cannot be read any more"):
             found = sha256_of(file, pace)
         check_unchanged(file, self._stamps[file], current_stamp(file))
         return f"sha256:{found}"
@@ -428,10 +429,8 @@ def check_weight_map(
 def open_folder(source: str, store: Store) -> FileCheckpoint:
     """Open a model folder."""
     where = str(store)
-    try:
+    with failing_as(f"{where} cannot be listed"):
         names = set(store.names())
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
     beside = [_existing(store, name) for name in (CONFIG, *_BESIDE) if name in names]
     files = None if _holds_model(names) else open_divided(store, names)
     if files is not None:
@@ -466,10 +465,8 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
         CheckpointError: a module has weights that cannot be read, or lies outside the folder.
     """
     found = Modules()
-    try:
+    with failing_as(f"{store} cannot be listed"):
         modules = list(_module_weights(store, names))
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     for folder, file in modules:
         beside = [file] if file.name.endswith(INDEX) else []
         weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())

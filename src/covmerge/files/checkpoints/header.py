@@ -7,8 +7,7 @@ tensors must cover the data exactly once, and the data must end with the file.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import WeightFile, check_name, check_unchanged, find_header
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAMES, Slot
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Opened, Stamp, StoredFile
 
 LENGTH_BYTES = 8
@@ -213,27 +213,16 @@ class SlottedFile(WeightFile):
         return data.view(header.dtype).reshape(shape)
 
 
-@contextmanager
-def still_readable(file: StoredFile) -> Generator[None]:
-    """Turn an error of a file that was readable before into one that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
-
-
 def current_stamp(file: StoredFile) -> Stamp:
     """Return the current stamp of a file that existed before."""
-    with still_readable(file):
+    with failing_as(f"{file} cannot be read any more"):
         return file.stamp()
 
 
 def open_stored(file: StoredFile) -> Opened:
     """Open a file for reading."""
-    try:
+    with failing_as(f"{file} cannot be opened"):
         return file.open()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
 
 
 def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> None:
@@ -244,12 +233,8 @@ def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> No
     """
     done = 0
     while done < len(target):
-        try:
+        with failing_as(f"{where} cannot be read at byte {offset + done}"):
             count = opened.read_at(target[done:], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"{where} cannot be read at byte {offset + done}: {error.strerror}"
-            ) from error
         if count == 0:
             raise CheckpointError(
                 f"{where} ends at byte {offset + done}, {len(target) - done} bytes early: "
@@ -294,7 +279,7 @@ def _header_of(opened: Opened, where: str) -> bytes:
         )
     start = bytearray(LENGTH_BYTES)
     read_into(memoryview(start), opened, 0, where)
-    if start == b"version ":
+    if bytes(start) == b"version ":
         raise CheckpointError(
             f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
         )

@@ -21,6 +21,7 @@ from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
+from covmerge.files.checkpoints.unpickler import numbers
 from covmerge.files.stores.store import Store, StoredFile, child
 
 SLICES = re.compile(
@@ -83,15 +84,13 @@ def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
 
 def _offsets(entry: object, header: TensorHeader, where: str) -> tuple[int, ...]:
     fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
-    listed: object = fields.get("saved_offsets")
-    items = cast("list[object]", listed) if isinstance(listed, list) else [None]
-    fits = len(items) == len(header.shape)
-    if not fits or not all(type(item) is int and 0 <= item < 2**62 for item in items):
+    found = numbers(fields.get("saved_offsets"))
+    if found is None or len(found) != len(header.shape):
         raise CheckpointError(
             f"{where} of shape {list(header.shape)} has {shorten(fields)} in {_KEY}, not an offset for "
             "each axis: save the checkpoint again"
         )
-    return tuple(cast("list[int]", items))
+    return found
 
 
 def _shape(pieces: list[Piece]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
@@ -29,7 +30,7 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_whole,
 )
 from covmerge.files.checkpoints.unpickler import NEXT, Loading, Storage, StorageOf, Unpickler
-from covmerge.files.stores.regular_file import open_regular, reading
+from covmerge.files.stores.regular_file import failing_as, open_regular
 
 ReadAt = Callable[[int, int], bytearray]  # reads some bytes of a file, from an offset on
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the number at the start of torch's format from before 1.6
@@ -54,7 +55,7 @@ def load_records(path: Path) -> object:
 def load_noted(path: Path) -> tuple[object, tuple[str, ...]]:
     """Return the records of a file, like `load_records`, and notes about how they were read."""
     where, notes = str(path), list[str]()
-    with _readable(where, "a pickle"), reading(path), open_regular(path) as file:
+    with _readable(where, "a pickle"), _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         loading = Loading(where, size)
         magic = file.read(len(ZIP_MAGIC))
@@ -94,8 +95,6 @@ def load_metadata(data: bytes, where: str, steps: int) -> object:
 def _readable(where: str, what: str) -> Generator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
@@ -158,9 +157,15 @@ def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + name + extra
 
 
+@contextmanager
+def _opened(path: Path) -> Generator[BufferedReader]:
+    with failing_as(f"{path} cannot be read"), open_regular(path) as file:
+        yield file
+
+
 def _read_at(path: Path, start: int, size: int) -> bytearray:
     data = bytearray(size)
-    with reading(path), open_regular(path) as file:
+    with _opened(path) as file:
         file.seek(start)
         count = file.readinto(data)
     if count != size:

@@ -29,13 +29,14 @@ from covmerge.files.checkpoints.folder import (
     module_files,
     open_folder,
 )
-from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into, still_readable
+from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.remote import RemoteStore
 from covmerge.files.stores.store import StoredFile, child
 
@@ -70,7 +71,7 @@ class RemoteCheckpoint(View):
 
     def readme(self) -> Path | None:
         card = StoredFile(self._store, CARD_NAME)
-        with still_readable(card):
+        with failing_as(f"{card} cannot be read any more"):
             if not (self._whole and self._store.is_file(CARD_NAME)):
                 return None
         if self._card is None:
@@ -136,7 +137,7 @@ def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
 
 def _fetch_companions(store: RemoteStore, to: Path) -> None:
     """Fetch configs, tokenizers and processors into a local folder."""
-    try:
+    with failing_as(f"{store} cannot be listed"):
         places = {"": store}
         for name in filter(_FOLDERS.fullmatch, store.folders()):
             check_bare(name, str(store))
@@ -148,8 +149,6 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
             for name in place.names()
             if _BESIDE.fullmatch(name)
         ]
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     if len(found) > _MANY:
         raise CheckpointError(
             f"{store} holds {len(found)} files beside its weights, and {_MANY} are fetched: pass the "
@@ -173,7 +172,7 @@ def _fetch(file: StoredFile, to: Path) -> None:
 
 
 def _version(file: StoredFile) -> str:
-    with still_readable(file):
+    with failing_as(f"{file} cannot be read any more"):
         return cast("RemoteStore", file.store).version(file.name)
 
 
