@@ -575,14 +575,16 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
         folder = cached_snapshot(source, name, revision)
         store = HubStore(source, name, folder.name, {})
         names: Collection[str] = {path.name for path in folder.iterdir()}
-        return _downloaded(store, folder, names) if holds_adapter(names) else None
-    store = HubStore.find(source, name, revision)
-    names = store.names()
-    if not holds_adapter(names):
-        return None
-    weights = [file for file in _FILES if file in names][:1]
-    folder = store.download((*store.companions(), *weights, *module_files(store, names)))
-    return _downloaded(store, folder, names)
+        if not holds_adapter(names):
+            return None
+    else:
+        store = HubStore.find(source, name, revision)
+        names = store.names()
+        if not holds_adapter(names):
+            return None
+        weights = [file for file in _FILES if file in names][:1]
+        folder = store.download((*store.companions(), *weights, *module_files(store, names)))
+    return _open(source, LocalFolder(folder), names, stored_as=partial(HubCheckpoint, store))
 
 
 def holds_adapter(names: Collection[str]) -> bool:
@@ -596,13 +598,6 @@ def holds_adapter(names: Collection[str]) -> bool:
     """
     model = any(name.startswith(_MODEL) for name in names)
     return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
-
-
-def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
-    def of_hub(local: FileCheckpoint) -> Checkpoint:
-        return HubCheckpoint(store, local)
-
-    return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
 
 
 def _open(

@@ -270,7 +270,9 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
             repository cannot be read.
     """
     if is_offline(source):
-        return _open_cached(source, name, revision)
+        folder = cached_snapshot(source, name, revision)
+        note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
+        return _downloaded(HubStore(source, name, folder.name, {}), folder, note)
     store = HubStore.find(source, name, revision)
     of_modules = module_files(store, store.names())
     names = store.names()
@@ -295,20 +297,13 @@ def _open_pickled(
         stem = stem.removesuffix(".bin").removesuffix(".safetensors")
         weights += [name for name in store.names() if name.startswith(stem)]
     folder = store.download((*store.companions(), *weights))
-    local = open_folder(store.source, LocalFolder(folder))
     note = (
         f"{store.source} has {pickled} and no safetensors of it: its weights were downloaded to read "
         "their headers"
     )
-    return _downloaded(store, local, note)
+    return _downloaded(store, folder, note)
 
 
-def _open_cached(source: str, name: str, revision: str | None) -> HubCheckpoint:
-    folder = cached_snapshot(source, name, revision)
-    note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
-    local = open_folder(source, LocalFolder(folder))
-    return _downloaded(HubStore(source, name, folder.name, {}), local, note)
-
-
-def _downloaded(store: HubStore, local: Checkpoint, note: str) -> HubCheckpoint:
+def _downloaded(store: HubStore, folder: Path, note: str) -> HubCheckpoint:
+    local = open_folder(store.source, LocalFolder(folder))
     return HubCheckpoint(store, local, notes=(note, *local.notes))
