@@ -20,7 +20,7 @@ from covmerge.files.adapters.types import (
     WITHOUT_WEIGHTS,
     AdapterType,
 )
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 
 MERGE_FIRST = (
     "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge full "
@@ -240,15 +240,15 @@ class AdapterConfig:
 
     def _layouts(self, parameter: str) -> Iterator[object]:
         """Yield the layouts that the configuration names for a parameter, beside and in `auto_mapping`."""
-        for source in (self.fields, _object(self.fields.get("auto_mapping"))):
-            parameters = _object(_object(source.get(_LAYOUTS)).get("parameters"))
-            yield _object(parameters.get(parameter)).get(_LAYOUT)
+        for source in (self.fields, as_object(self.fields.get("auto_mapping"))):
+            parameters = as_object(as_object(source.get(_LAYOUTS)).get("parameters"))
+            yield as_object(parameters.get(parameter)).get(_LAYOUT)
             yield source.get(_LAYOUT)
 
     @property
     def _is_of_old_unsloth(self) -> bool:
         """Whether an old Unsloth wrote the file, which packed by expert and did not say so."""
-        mapping = _object(self.fields.get("auto_mapping"))
+        mapping = as_object(self.fields.get("auto_mapping"))
         parts = str(mapping.get("parent_library")).split(".")
         library = [part.removeprefix("unsloth_compiled_module_") for part in parts]
         stacked = bool(self.fields.get("target_parameters"))
@@ -476,10 +476,6 @@ class AdapterConfig:
         if isinstance(value, bool) or not abs(number) < _MAX_NUMBER:
             self.refuse(name, "which is a finite number")
         return number
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _ends(module: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from covmerge.files.adapters.layout import PREFIX, as_peft
 from covmerge.files.adapters.names import Update
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 from covmerge.files.checkpoints.pieces import Assembled
 from covmerge.files.quantised.gguf_file import GgufSettings, gguf_package
 
@@ -126,8 +126,7 @@ def _order(
     side = next((part for part in _HEADS if f".{part}." in name), None)
     if architecture != "llama" or side is None:
         return None
-    inner = config.get("text_config")
-    settings = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    settings = as_object(config.get("text_config")) or config
     heads = settings.get(_HEADS[side]) or settings.get("num_attention_heads")
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(

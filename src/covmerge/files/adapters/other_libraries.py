@@ -14,7 +14,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.layout import PREFIX, as_peft
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 from covmerge.files.checkpoints.pieces import Assembled
 
 MLX_NAME = "adapters.safetensors"
@@ -50,8 +50,7 @@ def mlx_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"peft_type": "LORA", "base_model_name_or_path": base}
     if kind not in ("lora", "dora"):
         raise CheckpointError(f"{where} has fine_tune_type = {shorten(kind)} of mlx-lm: {_FUSE}")
-    found = cast("object", fields.get("lora_parameters"))
-    given = cast("dict[str, object]", found if isinstance(found, dict) else {})
+    given = as_object(fields.get("lora_parameters"))
     rank, scale = given.get("rank"), given.get("scale")
     if type(rank) is not int or rank < 1 or type(scale) not in (int, float):
         raise CheckpointError(

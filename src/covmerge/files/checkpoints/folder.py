@@ -39,7 +39,7 @@ from covmerge.files.checkpoints.file_formats import (
 from covmerge.files.checkpoints.hashes import sha256_of
 from covmerge.files.checkpoints.header import current_stamp
 from covmerge.files.checkpoints.hf_slices import SLICES
-from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.checkpoints.json_file import as_object, read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_folders, weights_in
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
@@ -358,8 +358,8 @@ def _kind(name: str) -> str | None:
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
     """Return the content of a config.json, with MLX's quantisation settings under the usual key."""
     config = read_object(file, values=_CONFIG_VALUES)
-    mlx: object = config.get(MLX)
-    if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
+    mlx = as_object(config.get(MLX))
+    if {"bits", "group_size"} <= mlx.keys():
         del config[MLX]
         config.setdefault(QUANTISATION, mlx)
     return config
@@ -369,8 +369,7 @@ def _stated(file: StoredFile) -> dict[str, Any]:
     """Return the quantisation settings in a file beside config.json."""
     if file.name == _QUANTO:
         return {QUANTISATION: {"quant_method": "quanto"}}
-    stated: object = read_object(file, values=_CONFIG_VALUES).get("quantization")
-    settings = cast("dict[str, Any]", stated) if isinstance(stated, dict) else {}
+    settings = as_object(read_object(file, values=_CONFIG_VALUES).get("quantization"))
     packs = settings.get("quant_algo") is not None  # else only the cache is quantised
     return {QUANTISATION: {"quant_method": "modelopt", **settings}} if packs else {}
 
@@ -382,13 +381,12 @@ def weights_stem(config: Mapping[str, Any] | None) -> str:
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
     """Return the file name of each tensor, from an index of shards."""
-    mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
-    entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
+    entries = as_object(read_object(index, values=2 * MAX_TENSORS).get("weight_map"))
     if not entries or not all(isinstance(file, str) for file in entries.values()):
         raise CheckpointError(
             f"{index} has no weight_map from names of tensors to names of files: fetch it again"
         )
-    return cast("dict[str, str]", entries)
+    return entries
 
 
 def check_weight_map(

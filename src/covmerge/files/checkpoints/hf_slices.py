@@ -11,14 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
-from typing import cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.header import SafetensorsFile
-from covmerge.files.checkpoints.json_file import parse_object, shorten
+from covmerge.files.checkpoints.json_file import as_object, parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
 from covmerge.files.checkpoints.unpickler import numbers
@@ -83,7 +82,7 @@ def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
 
 
 def _offsets(entry: object, header: TensorHeader, where: str) -> tuple[int, ...]:
-    fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
+    fields = as_object(entry)
     found = numbers(fields.get("saved_offsets"))
     if found is None or len(found) != len(header.shape):
         raise CheckpointError(

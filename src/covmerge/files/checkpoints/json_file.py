@@ -147,6 +147,16 @@ holds: remove one
     return found
 
 
+def as_object(value: object) -> dict[str, Any]:
+    """Return a parsed value if it is a JSON object, else an empty object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    """Return a parsed value if it is a JSON list, else an empty list."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
 def is_text(text: str) -> bool:
     r"""Return whether a string can be encoded: JSON and pickles can hold half of a surrogate pair.
 

@@ -17,7 +17,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
 from covmerge.base.types import Module
 from covmerge.files.checkpoints.base import WeightFile
-from covmerge.files.checkpoints.json_file import parse_object
+from covmerge.files.checkpoints.json_file import as_object, parse_object
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.store import Store, StoredFile, child
 
@@ -162,7 +162,7 @@ def _modules_in(store: Store) -> list[tuple[str, str]]:
     data = b'{"modules":' + _bounded(file) + b"}"
     modules: object = parse_object(data, str(file), _MOST_VALUES)["modules"]
     entries = cast("list[object]", modules) if isinstance(modules, list) else [modules]
-    found = [cast("dict[str, object]", one) if isinstance(one, dict) else {} for one in entries]
+    found = [as_object(one) for one in entries]
     paths = [one.get("path") for one in found]
     if not all(isinstance(path, str) for path in paths):
         raise CheckpointError(
@@ -185,10 +185,9 @@ def _routed(folder: Folder) -> dict[str, str]:
         if name in folder.names:
             file = StoredFile(folder.store, name)
             fields = parse_object(_bounded(file), str(file), _MOST_VALUES * 20)
-            types: object = fields.get("types")
-            if isinstance(types, dict) and isinstance(fields.get("structure"), dict):
-                named = cast("dict[str, object]", types)
-                return {inner: _class_of(kind) for inner, kind in named.items()}
+            types = as_object(fields.get("types"))
+            if types and isinstance(fields.get("structure"), dict):
+                return {inner: _class_of(kind) for inner, kind in types.items()}
     return {}
 
 

@@ -40,7 +40,7 @@ class TorchFile(WeightFile):
         )
         for header in self.headers.values():
             check_storable(header, where)
-        self._parts = {name: LaidPart(self.path, stamp, name, one) for name, one in laid.items()}
+        self._parts = {name: LaidPart(file, stamp, name, one) for name, one in laid.items()}
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         find_header(self.headers, name, rows, str(self.path))

@@ -12,7 +12,6 @@ import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, ClassVar, cast
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.files.checkpoints.base import check_unchanged
-from covmerge.files.stores.store import Stamp, stamp_of
+from covmerge.files.stores.store import Stamp, StoredFile
 
 # Tensors as in a pickle: a storage, an offset, a shape and strides.
 
@@ -395,15 +394,15 @@ def whole_booleans(tensor: Tensor, what: str) -> Tensor:
 class LaidPart:
     """A tensor in the pickled file of one rank; calling it reads rows."""
 
-    path: Path
+    file: StoredFile
     stamp: Stamp
     name: str
     laid: Laid
 
     def __call__(self, rows: range | None) -> Tensor:
         """Read some rows, or all rows for None."""
-        check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
-        return whole_booleans(self.laid.tensor(rows), f"{self.path}: '{self.name}'")
+        check_unchanged(self.file, self.stamp, self.file.stamp())
+        return whole_booleans(self.laid.tensor(rows), f"{self.file}: '{self.name}'")
 
     def within(self, starts: Sequence[int], shape: Sequence[int]) -> LaidPart:
         """Return a part of the tensor, from its place along each axis."""

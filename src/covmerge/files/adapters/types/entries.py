@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check_places
+from covmerge.files.checkpoints.json_file import as_list, as_object
 
 # BEFT (arXiv:2509.15974): the biases of some layers.
 
@@ -181,11 +181,10 @@ def _tokens_shapes(layer: Layer) -> Mapping[str, Shape]:
 def _tokens(layer: Layer) -> list[int]:
     """Return the trained tokens that the configuration lists, for all modules or by names of modules."""
     given: object = layer.option("token_indices") or layer.option("trainable_token_indices")
-    if isinstance(given, dict):
-        lists = cast("dict[str, object]", given)
+    if lists := as_object(given):
         fits = [listed for end, listed in lists.items() if f".{layer.name}".endswith(f".{end}")]
         given = fits[0] if len(fits) == 1 else None
-    found = cast("list[object]", given if isinstance(given, list) else [])
+    found = as_list(given)
     tokens = [token for token in found if type(token) is int]
     if not tokens or len(tokens) != len(found):
         layer.refuse(

@@ -13,6 +13,7 @@ from torch import Tensor
 from covmerge.base.types import LowRank
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths, linalg
 from covmerge.files.adapters.types.lycoris import LOCON
+from covmerge.files.checkpoints.json_file import as_object
 
 # Removal of singular components of a base's weight, for the types that do this before they add an
 # update.
@@ -255,7 +256,7 @@ _SIDES = {"down": "target_modules_bd_a", "up": "target_modules_bd_b"}
 def _bdlora_blocks(layer: Layer, side: str) -> int:
     """Return a factor's number of blocks: 1 unless the configuration names a part of the layer's name."""
     given: Any = layer.option("use_bdlora")
-    fields = cast("dict[str, object]", given if isinstance(given, dict) else {})
+    fields = as_object(given)
     names: object = fields.get(_SIDES[side]) or []
     count = fields.get("nblocks", 1)
     if not isinstance(names, list) or type(count) is not int or count < 1:
