@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
-from covmerge.files.adapters.layout import PREFIX, as_peft
+from covmerge.files.adapters.layout import PREFIX, as_peft, refuse_tensor
 from covmerge.files.adapters.names import Update
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
@@ -140,18 +140,12 @@ def _order(
 def _peft_name(header: TensorHeader, where: str) -> str:
     end = next((end for end in _ENDS if header.name.endswith(end)), None)
     if end is None:
-        _refuse(header, where, "which is no factor of a weight")
+        refuse_tensor(header, where, "GGUF, which is no factor of a weight", _STEP)
     if len(header.shape) != 2:
-        _refuse(header, where, "of a stack of experts")
+        refuse_tensor(header, where, "GGUF, of a stack of experts", _STEP)
     if header.dtype is torch.uint8:
         raise CheckpointError(
             f"{where}: '{header.name}' is quantised: convert the adapter with --outtype f32"
         )
     module = header.name.removesuffix(end)
     return f"{PREFIX}{module}{(_TABLE_ENDS if module == _TABLE else _ENDS)[end]}"
-
-
-def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:
-    raise CheckpointError(
-        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of GGUF, {why}: {_STEP}"
-    )

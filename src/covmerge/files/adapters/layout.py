@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from covmerge.base.errors import CheckpointError
 from covmerge.base.types import LowRank, TensorHeader
 from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, LoraForm
 from covmerge.files.checkpoints.pieces import Assembled, StoredTensor, transposed
@@ -34,6 +36,13 @@ def as_peft(stored: Checkpoint, names: Mapping[str, str], turned: Container[str]
     held = {name: StoredTensor(old, stored.headers[old].shape) for name, old in names.items()}
     made = {name: transposed(one, 0, 1) if name in turned else one for name, one in held.items()}
     return Assembled(stored, made)
+
+
+def refuse_tensor(header: TensorHeader, where: str, what: str, step: str) -> NoReturn:
+    """Raise an error about a tensor of another library that PEFT has no name for."""
+    raise CheckpointError(
+        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of {what}: {step}"
+    )
 
 
 @dataclass(frozen=True)

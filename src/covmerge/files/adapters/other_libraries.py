@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.adapters.layout import PREFIX, as_peft
+from covmerge.files.adapters.layout import PREFIX, as_peft, refuse_tensor
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.json_file import as_object, shorten
 from covmerge.files.checkpoints.pieces import Assembled
@@ -78,11 +78,12 @@ def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
     if end == _MAGNITUDE and len(header.shape) == 1:
         return f"{PREFIX}{module}.lora_magnitude_vector"
     if end not in _OF_MLX:
-        _refuse_tensor(header, where, "which is no factor of LoRA")
+        refuse_tensor(header, where, "mlx-lm, which is no factor of LoRA", _FUSE)
     if not table and "embed" in module.rpartition(".")[2]:
-        _refuse_tensor(header, where, "of an embedding or a layer, which its name does not tell")
+        what = "mlx-lm, of an embedding or a layer, which its name does not tell"
+        refuse_tensor(header, where, what, _FUSE)
     if len(header.shape) != 2:
-        _refuse_tensor(header, where, "of a stack of experts")
+        refuse_tensor(header, where, "mlx-lm, of a stack of experts", _FUSE)
     if header.shape[1 if leaf == "lora_a" else 0] != rank:
         raise CheckpointError(
             f"{where}: '{header.name}' is of shape {list(header.shape)}, and lora_parameters has "
@@ -93,12 +94,6 @@ def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
 
 def _is_of_table(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in _TABLES
-
-
-def _refuse_tensor(header: TensorHeader, where: str, why: str) -> NoReturn:
-    raise CheckpointError(
-        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of mlx-lm, {why}: {_FUSE}"
-    )
 
 
 # AdapterHub.

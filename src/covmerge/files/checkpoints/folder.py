@@ -41,7 +41,13 @@ from covmerge.files.checkpoints.header import current_stamp
 from covmerge.files.checkpoints.hf_slices import SLICES
 from covmerge.files.checkpoints.json_file import as_object, read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.modules import (
+    WEIGHTS,
+    Folder,
+    ModuleWeights,
+    module_folders,
+    weights_in,
+)
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
@@ -73,10 +79,7 @@ DIFFUSERS = "diffusion_pytorch_model"  # diffusers' name for the files of weight
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks for files
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    *WEIGHTS,
     f"{DIFFUSERS}.safetensors",
     f"{DIFFUSERS}.safetensors.index.json",
     f"{DIFFUSERS}.bin",

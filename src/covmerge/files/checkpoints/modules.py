@@ -18,6 +18,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Module
 from covmerge.files.checkpoints.base import WeightFile
 from covmerge.files.checkpoints.json_file import as_object, parse_object
+from covmerge.files.stores.hub import COMPANIONS
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.store import Store, StoredFile, child
 
@@ -26,8 +27,6 @@ WEIGHTS = (  # files of weights of a module, in the order in which they are look
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# Ends of names of a module's other files, which are copied to the output.
-BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 _ROUTERS = ("router_config.json", "config.json")  # the second name is that of older releases
 # Classes of sentence-transformers 6.2 whose modules always have weights.
@@ -110,7 +109,7 @@ def weights_in(store: Store, folder: Folder) -> StoredFile | None:
 def _check_no_weights(store: Store, folder: Folder) -> None:
     """Raise if a module without a file that is read has weights in another format, or must have weights."""
     where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
-    others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
+    others = [name for name in folder.names if not name.lower().endswith((*COMPANIONS, *_IGNORED))]
     if others:
         raise CheckpointError(
             f"{where} has {some(sorted(others), 3)} and neither {wanted}, so that it cannot be merged. If "

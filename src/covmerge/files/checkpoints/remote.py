@@ -32,7 +32,7 @@ from covmerge.files.checkpoints.folder import (
 from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.checkpoints.view import View
-from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
+from covmerge.files.stores.hub import COMPANIONS, HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
@@ -40,7 +40,6 @@ from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.remote import RemoteStore
 from covmerge.files.stores.store import StoredFile, child
 
-_BESIDE = re.compile(r".*(?<!\.index)\.(json|txt|model|jinja|tiktoken)", re.S)
 _FOLDERS = re.compile(r"[0-9]_.*|additional_chat_templates", re.S)
 _MOST = 2**29  # the most bytes of one companion file
 _MANY = 200
@@ -147,7 +146,7 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
             (path, child(place, name))
             for path, place in places.items()
             for name in place.names()
-            if _BESIDE.fullmatch(name)
+            if name.endswith(COMPANIONS) and not name.endswith(".index.json")
         ]
     if len(found) > _MANY:
         raise CheckpointError(
