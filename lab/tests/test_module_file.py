@@ -159,7 +159,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path):
         module.w = nn.Parameter(tensor)
         torch.save(module, tmp_path / f"{name}.pt")
     assert read_tensors(tmp_path / "whole.pt")["w"].tolist() == [1, 1, 1]
-    with pytest.raises(CheckpointError, match="does not fit its storage of 1 numbers"):
+    with pytest.raises(CheckpointError, match="takes 4398046511104 bytes, and the whole file has"):
         read_tensors(tmp_path / "stretched.pt")
 
 
@@ -222,7 +222,7 @@ def test_a_dict_of_tensors_alone_needs_no_torch_file(tmp_path):
         "t": [3, 2],
     }
     plain({"w": torch.arange(3), "step": 3}, tmp_path / "m.pt")
-    with pytest.raises(CheckpointError, match="'step' is a int, not a plain tensor"):
+    with pytest.raises(CheckpointError, match="'step' is a int, not a tensor"):
         read_tensors(tmp_path / "m.pt")
 
 

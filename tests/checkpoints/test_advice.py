@@ -146,15 +146,11 @@ TORCH = {
     ),
     "cut short": (
         lambda f: f.write_bytes(f.read_bytes()[:300]),
-        advice(
-            "is a damaged archive ({}): the download was probably cut short, fetch the file again"
-        ),
+        advice("fetch the file again, or save the state dict with safetensors.torch.save_file"),
     ),
     "no pickle": (
         lambda f: f.write_bytes(b"\x80\x02nothing"),
-        advice(
-            "load it where you trust it, and save its state dict with safetensors.torch.save_file"
-        ),
+        advice("fetch the file again, or save the state dict with safetensors.torch.save_file"),
     ),
     "an object": (
         lambda f: torch.save({"model": Strange()}, f),

@@ -60,7 +60,7 @@ from covmerge.files.checkpoints.folder import (
     open_file,
     open_modules,
 )
-from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_metadata
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
@@ -68,6 +68,7 @@ from covmerge.files.checkpoints.remote import HubCheckpoint
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Store, StoredFile, child
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -491,10 +492,8 @@ def open_adapter_folder(
         CheckpointError: the adapter is damaged or its kind is not read, or there are several to
             choose from.
     """
-    try:
+    with failing_as(f"{store} cannot be listed"):
         names, folders = set(store.names()), store.folders()
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     inside = sorted(name for name in folders if store.inside(name).is_file(ADAPTER_CONFIG))
     if holds_adapter(names):
         unread = f"{store}: the adapters {', '.join(inside)} in it were not read"
@@ -576,14 +575,16 @@ def open_adapter_hub(source: str, name: str, revision: str | None) -> AdapterChe
         folder = cached_snapshot(source, name, revision)
         store = HubStore(source, name, folder.name, {})
         names: Collection[str] = {path.name for path in folder.iterdir()}
-        return _downloaded(store, folder, names) if holds_adapter(names) else None
-    store = HubStore.find(source, name, revision)
-    names = store.names()
-    if not holds_adapter(names):
-        return None
-    weights = [file for file in _FILES if file in names][:1]
-    folder = store.download((*store.companions(), *weights, *module_files(store, names)))
-    return _downloaded(store, folder, names)
+        if not holds_adapter(names):
+            return None
+    else:
+        store = HubStore.find(source, name, revision)
+        names = store.names()
+        if not holds_adapter(names):
+            return None
+        weights = [file for file in _FILES if file in names][:1]
+        folder = store.download((*store.companions(), *weights, *module_files(store, names)))
+    return _open(source, LocalFolder(folder), names, stored_as=partial(HubCheckpoint, store))
 
 
 def holds_adapter(names: Collection[str]) -> bool:
@@ -597,13 +598,6 @@ def holds_adapter(names: Collection[str]) -> bool:
     """
     model = any(name.startswith(_MODEL) for name in names)
     return not model and any(name in names for name in (ADAPTER_CONFIG, *_WEIGHTS))
-
-
-def _downloaded(store: HubStore, folder: Path, names: Collection[str]) -> AdapterCheckpoint:
-    def of_hub(local: FileCheckpoint) -> Checkpoint:
-        return HubCheckpoint(store, local)
-
-    return _open(store.source, LocalFolder(folder), names, stored_as=of_hub)
 
 
 def _open(
@@ -688,14 +682,10 @@ def _configs_of_parts(file: StoredFile) -> dict[str, AdapterConfig]:
     if file.suffix != ".safetensors":
         return {}
     where = f"lora_adapter_metadata of {file}"
-    fields = parse_object(_metadata(file).get("lora_adapter_metadata", "{}").encode(), where)
+    text = SafetensorsFile(file).metadata().get("lora_adapter_metadata", "{}")
+    fields = parse_object(text.encode(), where)
     parts: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         part, dot, field = name.rpartition(".")
         parts.setdefault(part + dot, {"peft_type": "LORA"})[field] = value
     return {part: AdapterConfig(where, settings) for part, settings in parts.items()}
-
-
-def _metadata(file: StoredFile) -> dict[str, str]:
-    start = data_start(file.read(LENGTH_BYTES), file.stamp()[0], str(file))
-    return parse_metadata(file.read(start)[LENGTH_BYTES:], str(file))

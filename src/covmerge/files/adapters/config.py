@@ -20,7 +20,7 @@ from covmerge.files.adapters.types import (
     WITHOUT_WEIGHTS,
     AdapterType,
 )
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 
 MERGE_FIRST = (
     "merge it into its base with PEFT (model.merge_and_unload()), save the model, and merge full "
@@ -168,11 +168,8 @@ class AdapterConfig:
                 self.refuse(name, "which is true or false")
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def notes(self) -> Iterator[str]:
         """Notes for the user about this configuration; some arise only when layers are asked about."""
-        return tuple(self._notes())
-
-    def _notes(self) -> Iterator[str]:
         if unknown := sorted(set(self.fields) - self._known - _KNOWN_OFF):
             yield f"{self.where}: fields of a later PEFT, all off: {', '.join(unknown)}"
         kind = self.kind
@@ -243,15 +240,15 @@ class AdapterConfig:
 
     def _layouts(self, parameter: str) -> Iterator[object]:
         """Yield the layouts that the configuration names for a parameter, beside and in `auto_mapping`."""
-        for source in (self.fields, _object(self.fields.get("auto_mapping"))):
-            parameters = _object(_object(source.get(_LAYOUTS)).get("parameters"))
-            yield _object(parameters.get(parameter)).get(_LAYOUT)
+        for source in (self.fields, as_object(self.fields.get("auto_mapping"))):
+            parameters = as_object(as_object(source.get(_LAYOUTS)).get("parameters"))
+            yield as_object(parameters.get(parameter)).get(_LAYOUT)
             yield source.get(_LAYOUT)
 
     @property
     def _is_of_old_unsloth(self) -> bool:
         """Whether an old Unsloth wrote the file, which packed by expert and did not say so."""
-        mapping = _object(self.fields.get("auto_mapping"))
+        mapping = as_object(self.fields.get("auto_mapping"))
         parts = str(mapping.get("parent_library")).split(".")
         library = [part.removeprefix("unsloth_compiled_module_") for part in parts]
         stacked = bool(self.fields.get("target_parameters"))
@@ -358,7 +355,7 @@ class AdapterConfig:
     def _known(self) -> set[str]:
         """The fields that are read, and the fields that do not affect what is stored."""
         kind = self.kind
-        return _WITHOUT_EFFECT | (_READ_OF_ALL | kind.fields | kind.unused if kind else _READ)
+        return _WITHOUT_EFFECT | (_READ_OF_ALL | {"init_weights", *kind.fields} if kind else _READ)
 
     def _refuse_target(self, module: str, name: str) -> NoReturn:
         raise CheckpointError(
@@ -479,10 +476,6 @@ class AdapterConfig:
         if isinstance(value, bool) or not abs(number) < _MAX_NUMBER:
             self.refuse(name, "which is a finite number")
         return number
-
-
-def _object(value: object) -> Mapping[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _ends(module: str) -> list[str]:

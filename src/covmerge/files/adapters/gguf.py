@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any
 
 import torch
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.config import AdapterConfig
-from covmerge.files.adapters.layout import PREFIX, AsPeft
+from covmerge.files.adapters.layout import PREFIX, as_peft, refuse_tensor
 from covmerge.files.adapters.names import Update
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
+from covmerge.files.checkpoints.pieces import Assembled
 from covmerge.files.quantised.gguf_file import GgufSettings, gguf_package
 
 # Architectures for which it is known how llama.cpp's converter orders rows: it permutes only
@@ -43,14 +44,14 @@ def gguf_adapter(stored: Checkpoint) -> GgufSettings | None:
     return settings if settings.metadata.get("general.type") == "adapter" else None
 
 
-def gguf_factors(stored: Checkpoint, settings: GgufSettings) -> tuple[AsPeft, AdapterConfig]:
+def gguf_factors(stored: Checkpoint, settings: GgufSettings) -> tuple[Assembled, AdapterConfig]:
     """Return a GGUF file's factors as PEFT's, with the configuration that PEFT would have.
 
     Raises:
         CheckpointError: the file is no LoRA of plain matrices, or has no alpha.
     """
     names = {_peft_name(h, stored.source): name for name, h in stored.headers.items()}
-    found = AsPeft(stored, names, {n for n in names if n.endswith(_TABLE_ENDS[".weight.lora_a"])})
+    found = as_peft(stored, names, {n for n in names if n.endswith(_TABLE_ENDS[".weight.lora_a"])})
     found.config = None
     metadata = settings.metadata
     alpha, kind = metadata.get("adapter.lora.alpha"), metadata.get("adapter.type")
@@ -125,8 +126,7 @@ def _order(
     side = next((part for part in _HEADS if f".{part}." in name), None)
     if architecture != "llama" or side is None:
         return None
-    inner = config.get("text_config")
-    settings = cast("dict[str, Any]", inner) if isinstance(inner, dict) else config
+    settings = as_object(config.get("text_config")) or config
     heads = settings.get(_HEADS[side]) or settings.get("num_attention_heads")
     if type(heads) is not int or heads < 1 or rows % (2 * heads):
         raise CheckpointError(
@@ -140,18 +140,12 @@ def _order(
 def _peft_name(header: TensorHeader, where: str) -> str:
     end = next((end for end in _ENDS if header.name.endswith(end)), None)
     if end is None:
-        _refuse(header, where, "which is no factor of a weight")
+        refuse_tensor(header, where, "GGUF, which is no factor of a weight", _STEP)
     if len(header.shape) != 2:
-        _refuse(header, where, "of a stack of experts")
+        refuse_tensor(header, where, "GGUF, of a stack of experts", _STEP)
     if header.dtype is torch.uint8:
         raise CheckpointError(
             f"{where}: '{header.name}' is quantised: convert the adapter with --outtype f32"
         )
     module = header.name.removesuffix(end)
     return f"{PREFIX}{module}{(_TABLE_ENDS if module == _TABLE else _ENDS)[end]}"
-
-
-def _refuse(header: TensorHeader, where: str, why: str) -> NoReturn:
-    raise CheckpointError(
-        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of GGUF, {why}: {_STEP}"
-    )

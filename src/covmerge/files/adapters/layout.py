@@ -1,21 +1,22 @@
 """The tensors in an adapter's file and their keys in the formats of PEFT, Kohya's scripts and diffusers.
 
-Other libraries' adapters are read under PEFT's keys (`AsPeft`).
+Other libraries' adapters are read under PEFT's keys (`as_peft`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
-from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from covmerge.base.errors import CheckpointError
 from covmerge.base.types import LowRank, TensorHeader
-from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, LoraForm, find_header
-from covmerge.files.checkpoints.view import View
+from covmerge.files.checkpoints.base import PEFT_FORM, Checkpoint, LoraForm
+from covmerge.files.checkpoints.pieces import Assembled, StoredTensor, transposed
 
 ADAPTER_NAME = "adapter_model.safetensors"
 LORA_NAME = "pytorch_lora_weights.safetensors"  # a file by itself, which diffusers looks for
@@ -26,33 +27,22 @@ DIFFUSERS_FORM: LoraForm = "diffusers"
 PREFIX = "base_model.model."
 
 
-class AsPeft(View):
-    """A view of another library's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
+def as_peft(stored: Checkpoint, names: Mapping[str, str], turned: Container[str] = ()) -> Assembled:
+    """Return a view of another library's factors under PEFT's names, A `(r, d_in)` and B `(d_out, r)`.
 
-    Args:
-        stored: the file.
-        names: the stored names, by PEFT's.
-        turned: PEFT's names of the matrices that are stored transposed.
+    `names` has the stored names, by PEFT's. `turned` has PEFT's names of the matrices that are stored
+    transposed.
     """
+    held = {name: StoredTensor(old, stored.headers[old].shape) for name, old in names.items()}
+    made = {name: transposed(one, 0, 1) if name in turned else one for name, one in held.items()}
+    return Assembled(stored, made)
 
-    def __init__(
-        self, stored: Checkpoint, names: Mapping[str, str], turned: Container[str] = ()
-    ) -> None:
-        super().__init__(stored, names)
-        self._turned = turned
-        self.headers = MappingProxyType(
-            {
-                name: replace(header, shape=header.shape[::-1]) if name in turned else header
-                for name, header in self.headers.items()
-            }
-        )
 
-    def read(self, name: str, rows: range | None = None) -> Tensor:
-        if name not in self._turned:
-            return super().read(name, rows)
-        find_header(self.headers, name, rows, self.source)
-        value = self._stored.read(self._names[name]).T.contiguous()
-        return value if rows is None else value[rows.start : rows.stop].clone()
+def refuse_tensor(header: TensorHeader, where: str, what: str, step: str) -> NoReturn:
+    """Raise an error about a tensor of another library that PEFT has no name for."""
+    raise CheckpointError(
+        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of {what}: {step}"
+    )
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from typing import Any, NoReturn, cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.adapters.layout import PREFIX, AsPeft
+from covmerge.files.adapters.layout import PREFIX, as_peft, refuse_tensor
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
+from covmerge.files.checkpoints.pieces import Assembled
 
 MLX_NAME = "adapters.safetensors"
 _OF_MLX: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
@@ -29,12 +30,12 @@ _FUSE = (
 )
 
 
-def mlx_factors(stored: Checkpoint, rank: int) -> AsPeft:
+def mlx_factors(stored: Checkpoint, rank: int) -> Assembled:
     """Return mlx-lm's factors as PEFT's; those of layers are stored transposed."""
     headers = stored.headers
     names = {_peft_name(header, rank, stored.source): name for name, header in headers.items()}
     matrices = {new for new, old in names.items() if len(headers[old].shape) == 2}
-    return AsPeft(stored, names, {n for n in matrices if not _is_of_table(names[n])})
+    return as_peft(stored, names, {n for n in matrices if not _is_of_table(names[n])})
 
 
 def mlx_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +50,7 @@ def mlx_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return {"peft_type": "LORA", "base_model_name_or_path": base}
     if kind not in ("lora", "dora"):
         raise CheckpointError(f"{where} has fine_tune_type = {shorten(kind)} of mlx-lm: {_FUSE}")
-    found = cast("object", fields.get("lora_parameters"))
-    given = cast("dict[str, object]", found if isinstance(found, dict) else {})
+    given = as_object(fields.get("lora_parameters"))
     rank, scale = given.get("rank"), given.get("scale")
     if type(rank) is not int or rank < 1 or type(scale) not in (int, float):
         raise CheckpointError(
@@ -78,11 +78,12 @@ def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
     if end == _MAGNITUDE and len(header.shape) == 1:
         return f"{PREFIX}{module}.lora_magnitude_vector"
     if end not in _OF_MLX:
-        _refuse_tensor(header, where, "which is no factor of LoRA")
+        refuse_tensor(header, where, "mlx-lm, which is no factor of LoRA", _FUSE)
     if not table and "embed" in module.rpartition(".")[2]:
-        _refuse_tensor(header, where, "of an embedding or a layer, which its name does not tell")
+        what = "mlx-lm, of an embedding or a layer, which its name does not tell"
+        refuse_tensor(header, where, what, _FUSE)
     if len(header.shape) != 2:
-        _refuse_tensor(header, where, "of a stack of experts")
+        refuse_tensor(header, where, "mlx-lm, of a stack of experts", _FUSE)
     if header.shape[1 if leaf == "lora_a" else 0] != rank:
         raise CheckpointError(
             f"{where}: '{header.name}' is of shape {list(header.shape)}, and lora_parameters has "
@@ -93,12 +94,6 @@ def _peft_name(header: TensorHeader, rank: int, where: str) -> str:
 
 def _is_of_table(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in _TABLES
-
-
-def _refuse_tensor(header: TensorHeader, where: str, why: str) -> NoReturn:
-    raise CheckpointError(
-        f"{where}: '{header.name}' of shape {list(header.shape)} is a tensor of mlx-lm, {why}: {_FUSE}"
-    )
 
 
 # AdapterHub.
@@ -151,7 +146,7 @@ def adapterhub_fields(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"peft_type": "IA3", "feedforward_modules": []}
 
 
-def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> AsPeft:
+def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> Assembled:
     """Return the factors of a file as PEFT's, l `(d_out, 1)`; `fields` are of `adapterhub_fields`."""
     ends = _OF_ADAPTERHUB[fields["peft_type"]]
     names: dict[str, str] = {}
@@ -174,7 +169,7 @@ def adapterhub_factors(stored: Checkpoint, fields: Mapping[str, Any]) -> AsPeft:
                 "folder of its own, model.save_adapter(FOLDER, NAME)"
             )
         names[to] = name
-    return AsPeft(stored, names)
+    return as_peft(stored, names)
 
 
 def _refuse_setting(where: str, name: str, value: object, step: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,27 +237,20 @@ class Checkpoint(Kind, Protocol):
         ...
 
 
-class WeightFile(Protocol):
-    """A file of weights."""
+class WeightFile(ABC):
+    """A file of weights; by default no file is open between reads."""
 
-    @property
-    def headers(self) -> Mapping[str, TensorHeader]:
-        """The headers of its tensors, in file order."""
-        ...
+    headers: Mapping[str, TensorHeader]  # of its tensors, in file order
+    notes: tuple[str, ...] = ()  # about how it was read
+    settings: Mapping[str, Any] | None = None  # the file's own quantisation settings
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes about how it was read."""
-        ...
+    @abstractmethod
+    def read(self, name: str, rows: range | None = None) -> Tensor:
+        """See `Checkpoint.read`."""
 
-    @property
-    def settings(self) -> Mapping[str, Any] | None:
-        """The file's own quantisation settings, if it has any."""
-        ...
-
-    def read(self, name: str, rows: range | None = None) -> Tensor: ...
-
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release files and memory."""
+        return None
 
 
 def refuse_adapter(checkpoint: Checkpoint, why: str, expert: str = "", then: str = "") -> None:
@@ -358,12 +352,18 @@ def header_of(name: object, value: object, where: str) -> TensorHeader:
         raise CheckpointError(
             f"{where}: '{name}' is no plain dense tensor with values ({kind}): convert it first"
         )
-    if value.dtype not in SAFETENSORS_NAMES:
+    header = TensorHeader(name, tuple(value.shape), value.dtype)
+    check_storable(header, where)
+    return header
+
+
+def check_storable(header: TensorHeader, where: str) -> None:
+    """Raise if a tensor's dtype cannot be stored in safetensors."""
+    if header.dtype not in SAFETENSORS_NAMES:
         raise CheckpointError(
-            f"{where}: '{name}' is {value.dtype}, which cannot be stored: convert it to one of "
+            f"{where}: '{header.name}' is {header.dtype}, which cannot be stored: convert it to one of "
             f"{', '.join(map(str, SAFETENSORS_NAMES))}"
         )
-    return TensorHeader(name, tuple(value.shape), value.dtype)
 
 
 def _instead(name: str, value: object) -> str:

@@ -17,11 +17,7 @@ def layer_count(config: Mapping[str, Any] | None) -> int | None:
         >>> layer_count({"n_layer": 12}), layer_count({"text_config": {"num_hidden_layers": 4}})
         (12, 4)
     """
-    for _, part in language_parts(config or {}):
-        for key in _COUNTS:
-            if isinstance(part.get(key), int):
-                return int(part[key])
-    return None
+    return _first(config, _COUNTS)
 
 
 def restacked(config: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
@@ -77,10 +73,13 @@ def vocabulary_size(config: Mapping[str, Any] | None) -> int | None:
         >>> vocabulary_size({"vocab_size": 32000}), vocabulary_size({"text_config": {"vocab_size": 8}})
         (32000, 8)
     """
-    for _, part in language_parts(config or {}):
-        if isinstance(part.get(_SIZE), int):
-            return int(part[_SIZE])
-    return None
+    return _first(config, (_SIZE,))
+
+
+def _first(config: Mapping[str, Any] | None, keys: Sequence[str]) -> int | None:
+    """Return the first whole number under one of some keys, in a config or a part of it."""
+    found = (part.get(key) for _, part in language_parts(config or {}) for key in keys)
+    return next((int(number) for number in found if isinstance(number, int)), None)
 
 
 def with_vocabulary(

@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from covmerge.files.checkpoints.authors_layouts import rules_for
+from covmerge.files.checkpoints.json_file import as_list, as_object
 from covmerge.files.checkpoints.pieces import (
     Assembly,
     Normed,
@@ -143,8 +144,7 @@ def _by_heads(
     targets = [] if group.rule is None else [*group.rule.targets]
     if [target.rpartition(".")[2] for target in targets] != ["q_proj", "k_proj", "v_proj"]:
         return {}
-    inner = config.get("text_config")
-    settings = cast("Mapping[str, Any]", inner) if isinstance(inner, Mapping) else config
+    settings = as_object(config.get("text_config")) or config
     queries = settings.get("num_attention_heads")
     keys = settings.get("num_key_value_heads") or queries
     if type(queries) is not int or type(keys) is not int or min(queries, keys) < 1:
@@ -383,10 +383,8 @@ def _table() -> dict[str, Any]:
 def _of_transformers(config: Mapping[str, Any] | None) -> tuple[str, tuple[Rule, ...]]:
     """Return the origin of the rules, and the rules for a config's model, in order."""
     table = _table()
-    config = config or {}
-    names = (
-        cast("list[Any]", given) if isinstance(given := config.get("architectures"), list) else []
-    )
+    config = dict(config or {})
+    names = as_list(config.get("architectures"))
     model, kind = str(names[0]) if names else "", _kind(config)
     parts = table["architectures"].get(f"{kind}/{model}")
     if parts is None:
@@ -399,9 +397,7 @@ def _of_transformers(config: Mapping[str, Any] | None) -> tuple[str, tuple[Rule,
 
 
 def _kind(config: object) -> str:
-    if not isinstance(config, Mapping):
-        return ""
-    return str(cast("Mapping[str, Any]", config).get("model_type", ""))
+    return str(as_object(config).get("model_type", ""))
 
 
 def _rules(given: Sequence[Mapping[str, Any]], *scope: str) -> tuple[Rule, ...]:

@@ -12,7 +12,7 @@ from covmerge.files.checkpoints.fsdp_ranks import open_ranks
 from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.hf_slices import open_slices
 from covmerge.files.checkpoints.pieces import PiecedFiles
-from covmerge.files.checkpoints.torch_file import NotLoadedError, PickledTensors, TorchFile
+from covmerge.files.checkpoints.torch_file import TorchFile
 from covmerge.files.checkpoints.zero import open_zero
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
 from covmerge.files.stores.store import Store, StoredFile
@@ -31,19 +31,9 @@ class FileFormat:
     is_model: bool = False  # whether one such file is a whole model, if it is alone in its folder
 
 
-def _open_torch(file: StoredFile) -> WeightFile:
-    try:
-        return TorchFile(file.path)
-    except NotLoadedError as refusal:
-        try:
-            return PickledTensors(file.path)
-        except CheckpointError as error:
-            raise CheckpointError(f"{refusal}. As a pickle: {error}") from error
-
-
 FILE_FORMATS = (
     FileFormat((SAFETENSORS,), SafetensorsFile),
-    FileFormat(TORCH, _open_torch),
+    FileFormat(TORCH, TorchFile),
     FileFormat((GGUF,), GgufFile, is_model=True),
 )
 # Functions that open the files of a training's processes in a folder; None: it has none of that format.

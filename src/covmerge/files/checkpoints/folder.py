@@ -37,14 +37,21 @@ from covmerge.files.checkpoints.file_formats import (
     open_weights,
 )
 from covmerge.files.checkpoints.hashes import sha256_of
-from covmerge.files.checkpoints.header import current_stamp, still_readable
+from covmerge.files.checkpoints.header import current_stamp
 from covmerge.files.checkpoints.hf_slices import SLICES
-from covmerge.files.checkpoints.json_file import read_object
+from covmerge.files.checkpoints.json_file import as_object, read_object
 from covmerge.files.checkpoints.layout import MAX_TENSORS
-from covmerge.files.checkpoints.modules import Folder, ModuleWeights, module_folders, weights_in
+from covmerge.files.checkpoints.modules import (
+    WEIGHTS,
+    Folder,
+    ModuleWeights,
+    module_folders,
+    weights_in,
+)
 from covmerge.files.quantised.gguf_file import GgufSettings, joined, part_names
 from covmerge.files.stores.hub_cache import HubModel, cached_model, snapshot_of
 from covmerge.files.stores.paths import safe_child
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Stamp, Store, StoredFile, child
 
 CONFIG = "config.json"
@@ -72,10 +79,7 @@ DIFFUSERS = "diffusion_pytorch_model"  # diffusers' name for the files of weight
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks for files
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+    *WEIGHTS,
     f"{DIFFUSERS}.safetensors",
     f"{DIFFUSERS}.safetensors.index.json",
     f"{DIFFUSERS}.bin",
@@ -191,7 +195,7 @@ class FileCheckpoint(Kind):
 
     def _hash(self, file: StoredFile, pace: Pace) -> str:
         """Return the SHA-256 of a file."""
-        with still_readable(file):
+        with failing_as(f"{file} cannot be read any more"):
             found = sha256_of(file, pace)
         check_unchanged(file, self._stamps[file], current_stamp(file))
         return f"sha256:{found}"
@@ -357,8 +361,8 @@ def _kind(name: str) -> str | None:
 def read_config(file: StoredFile | Path) -> dict[str, Any]:
     """Return the content of a config.json, with MLX's quantisation settings under the usual key."""
     config = read_object(file, values=_CONFIG_VALUES)
-    mlx: object = config.get(MLX)
-    if isinstance(mlx, dict) and {"bits", "group_size"} <= cast("dict[str, Any]", mlx).keys():
+    mlx = as_object(config.get(MLX))
+    if {"bits", "group_size"} <= mlx.keys():
         del config[MLX]
         config.setdefault(QUANTISATION, mlx)
     return config
@@ -368,8 +372,7 @@ def _stated(file: StoredFile) -> dict[str, Any]:
     """Return the quantisation settings in a file beside config.json."""
     if file.name == _QUANTO:
         return {QUANTISATION: {"quant_method": "quanto"}}
-    stated: object = read_object(file, values=_CONFIG_VALUES).get("quantization")
-    settings = cast("dict[str, Any]", stated) if isinstance(stated, dict) else {}
+    settings = as_object(read_object(file, values=_CONFIG_VALUES).get("quantization"))
     packs = settings.get("quant_algo") is not None  # else only the cache is quantised
     return {QUANTISATION: {"quant_method": "modelopt", **settings}} if packs else {}
 
@@ -381,13 +384,12 @@ def weights_stem(config: Mapping[str, Any] | None) -> str:
 
 def read_weight_map(index: StoredFile | Path) -> dict[str, str]:
     """Return the file name of each tensor, from an index of shards."""
-    mapped: object = read_object(index, values=2 * MAX_TENSORS).get("weight_map")
-    entries = cast("dict[str, object]", mapped) if isinstance(mapped, dict) else {}
+    entries = as_object(read_object(index, values=2 * MAX_TENSORS).get("weight_map"))
     if not entries or not all(isinstance(file, str) for file in entries.values()):
         raise CheckpointError(
             f"{index} has no weight_map from names of tensors to names of files: fetch it again"
         )
-    return cast("dict[str, str]", entries)
+    return entries
 
 
 def check_weight_map(
@@ -428,10 +430,8 @@ def check_weight_map(
 def open_folder(source: str, store: Store) -> FileCheckpoint:
     """Open a model folder."""
     where = str(store)
-    try:
+    with failing_as(f"{where} cannot be listed"):
         names = set(store.names())
-    except OSError as error:
-        raise CheckpointError(f"{where} cannot be listed: {error.strerror}") from error
     beside = [_existing(store, name) for name in (CONFIG, *_BESIDE) if name in names]
     files = None if _holds_model(names) else open_divided(store, names)
     if files is not None:
@@ -466,10 +466,8 @@ def open_modules(store: Store, names: Collection[str]) -> Modules:
         CheckpointError: a module has weights that cannot be read, or lies outside the folder.
     """
     found = Modules()
-    try:
+    with failing_as(f"{store} cannot be listed"):
         modules = list(_module_weights(store, names))
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     for folder, file in modules:
         beside = [file] if file.name.endswith(INDEX) else []
         weights, notes = _open_shards(file, folder.names) if beside else (_open_all([file]), ())

@@ -38,7 +38,7 @@ from covmerge.files.checkpoints.unpickler import (
     listed,
     numbers,
 )
-from covmerge.files.stores.store import Store, child, stamp_of
+from covmerge.files.stores.store import Store, child
 
 RANKS = re.compile(
     r"model_world_size_(?P<world>[0-9]{1,6})_rank_(?P<rank>[0-9]{1,6})\.pt", re.ASCII
@@ -79,7 +79,7 @@ class _Copies:
         for source, other in zip(self.sources[1:], others, strict=True):
             if not torch.equal(_bytes(first), _bytes(other)):
                 raise CheckpointError(
-                    f"{source.path} has other values of '{source.name}' than {self.sources[0].path}, "
+                    f"{source.file} has other values of '{source.name}' than {self.sources[0].file}, "
                     f"and both are copies: which are the model's is not known, {_NEXT}"
                 )
         return first
@@ -106,22 +106,21 @@ def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
             "the missing files, every rank has a part of the model"
         )
     files = [child(store, held[rank]) for rank in range(world)]
-    paths = [file.path for file in files]
     with ThreadPool(_AT_ONCE) as pool:
-        stamps = [stamp_of(path.stat()) for path in paths]
-        states = list(pool.map(_parts, paths))
-    for path, state in zip(paths, states, strict=True):
+        stamps = [file.stamp() for file in files]
+        states = list(pool.map(_parts, [file.path for file in files]))
+    for file, state in zip(files, states, strict=True):
         if state.keys() != states[0].keys():
             other = min(state.keys() ^ states[0].keys())
             raise CheckpointError(
-                f"{path} and {paths[0]} have not the same tensors, such as '{other}': they are of "
+                f"{file} and {files[0]} have not the same tensors, such as '{other}': they are of "
                 "different checkpoints, fetch them again"
             )
     tensors: list[Pieced] = []
     for name in states[0]:
         sources = [
-            LaidPart(path, stamp, name, state[name].laid)
-            for path, stamp, state in zip(paths, stamps, states, strict=True)
+            LaidPart(file, stamp, name, state[name].laid)
+            for file, stamp, state in zip(files, stamps, states, strict=True)
         ]
         tensors.append(_joined(name, [state[name] for state in states], sources, where))
     note = f"{where}: the tensors of {counted(world, 'rank')} of FSDP were put together"
@@ -136,8 +135,8 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
         own, others = ((p.shape, p.laid.dtype, p.shards, p.order) for p in (part, first))
         if own != others or len(part.place) != len(first.place):
             raise CheckpointError(
-                f"{where} has another shape, dtype or sharding in {source.path.name} than in "
-                f"{sources[0].path.name}: the files are of different checkpoints, fetch them again"
+                f"{where} has another shape, dtype or sharding in {source.file.name} than in "
+                f"{sources[0].file.name}: the files are of different checkpoints, fetch them again"
             )
     header = TensorHeader(name, first.shape, first.laid.dtype)
     if not first.place:
@@ -151,7 +150,7 @@ def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], wher
         if sizes != part.laid.shape:
             raise CheckpointError(
                 f"{where} of shape {list(part.shape)} has the local shape {list(part.laid.shape)} in "
-                f"{source.path.name}, where its sharding gives {list(sizes)}: {_NEXT}"
+                f"{source.file.name}, where its sharding gives {list(sizes)}: {_NEXT}"
             )
         for offsets, sizes, starts in _boxes(runs):
             held[offsets, sizes].append(source.within(starts, sizes))

@@ -13,8 +13,7 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Pace, at_once
-from covmerge.files.checkpoints.header import LENGTH_BYTES, data_start, parse_header
-from covmerge.files.checkpoints.layout import Slot
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.quantised.gguf_file import GGUF, GgufFile
 from covmerge.files.stores.regular_file import reading
 from covmerge.files.stores.store import Store, StoredFile, file_at
@@ -25,6 +24,7 @@ Look = Callable[[TensorHeader, range | None, Tensor], None]
 _BLOCK_ELEMENTS = 2**20  # small enough to stay in the cache while the block is inspected
 _CHUNK = 2**20  # bytes; many files are hashed in parallel, each with a buffer of its own
 _WORTH_A_THREAD = 2**18  # bytes
+_WITH_TENSORS = {".safetensors": SafetensorsFile, GGUF: GgufFile}
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ def hash_file(store: Store, name: str, inspect: Look | None = None) -> FileHashe
         _Reader(file_at(store, name)) as file,
         ThreadPool(2, "covmerge-hash") as pool,
     ):
-        slots, header = _slots(file)
-        whole = hashlib.sha256(header)
+        reads_tensors = _WITH_TENSORS.get(file.file.suffix)
+        slots = () if reads_tensors is None else reads_tensors(file.file).slots.values()
+        whole = hashlib.sha256()
         tensors: dict[str, str] = {}
-        for slot in slots.values():
+        for slot in slots:
             for chunk in file.until(slot.offset):
                 whole.update(chunk)
             of_tensor = hashlib.sha256()
@@ -138,17 +139,3 @@ class _Reader:
         buffer = memoryview(bytearray(max(1, min(_CHUNK, self.size))))
         while count := self.some(buffer):
             yield buffer[:count]
-
-
-def _slots(file: _Reader) -> tuple[Mapping[str, Slot], bytes]:
-    """Return the tensors of a file of weights and the header bytes read; for other files, neither."""
-    if file.file.suffix == GGUF:
-        return GgufFile(file.file).slots, b""
-    if file.file.suffix != ".safetensors":
-        return {}, b""
-    where, start = str(file.file), bytearray(min(file.size, LENGTH_BYTES))
-    file.fill(memoryview(start))
-    header = bytearray(data_start(bytes(start), file.size, where) - LENGTH_BYTES)
-    file.fill(memoryview(header))
-    start += header
-    return parse_header(bytes(header), file.size, where), bytes(start)

@@ -7,8 +7,7 @@ tensors must cover the data exactly once, and the data must end with the file.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import check_name, check_unchanged, find_header
+from covmerge.files.checkpoints.base import WeightFile, check_name, check_unchanged, find_header
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_HEADER_BYTES, SAFETENSORS_NAMES, Slot
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import Opened, Stamp, StoredFile
 
 LENGTH_BYTES = 8
@@ -32,34 +32,6 @@ _KEYS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMENSIONS = 64  # torch's own limit for most operations
 _MAX_BYTES = 2**63 - 1
 _CUT_SHORT = "the download was probably cut short, fetch the file again"
-
-
-def data_start(start: bytes, file_size: int, where: str) -> int:
-    """Return the offset of the data, from a file's first 8 bytes.
-
-    Raises:
-        CheckpointError: the length of the header is impossible.
-    """
-    if file_size < LENGTH_BYTES:
-        raise CheckpointError(
-            f"{where} is {file_size} bytes long, and a safetensors file has 8 or more: {_CUT_SHORT}"
-        )
-    if start.startswith(b"version "):
-        raise CheckpointError(
-            f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
-        )
-    length = int.from_bytes(start[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{where} claims a header of {length} bytes, and {MAX_HEADER_BYTES} is the most that "
-            "safetensors allows: is it a safetensors file?"
-        )
-    if LENGTH_BYTES + length > file_size:
-        raise CheckpointError(
-            f"{where} claims a header of {length} bytes, and the whole file has {file_size}: "
-            f"{_CUT_SHORT}"
-        )
-    return LENGTH_BYTES + length
 
 
 def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
@@ -89,20 +61,8 @@ def parse_header(text: bytes, file_size: int, where: str) -> Mapping[str, Slot]:
     return MappingProxyType({slot.header.name: slot for slot in slots})
 
 
-def parse_metadata(text: bytes, where: str) -> dict[str, str]:
-    """Return the metadata of a header; an empty dict if `__metadata__` is missing or null.
-
-    Example:
-        >>> parse_metadata(b'{"__metadata__": {"format": "pt"}}', "model.safetensors")
-        {'format': 'pt'}
-        >>> parse_metadata(b'{"__metadata__": null}', "model.safetensors")  # as MLX writes it
-        {}
-    """
-    return _texts(parse_object(text, f"the header of {where}").get("__metadata__"), where)
-
-
 def _texts(metadata: object, where: str) -> dict[str, str]:
-    if metadata is None:
+    if metadata is None:  # or null, as MLX writes it
         return {}
     texts = isinstance(metadata, dict) and all(
         isinstance(value, str) for value in cast("dict[str, object]", metadata).values()
@@ -220,7 +180,7 @@ def _check_cover(slots: Iterable[Slot], start: int, file_size: int, where: str) 
 # Reading bytes of a stored file completely or with an error that names the file; files of tensors.
 
 
-class SlottedFile:
+class SlottedFile(WeightFile):
     """A file in which each tensor is stored in one piece, row by row.
 
     The file is opened again for every read. Otherwise the shards of a model and all its experts
@@ -231,16 +191,11 @@ class SlottedFile:
         slots: the places of its tensors, by name, already checked against the file's size.
     """
 
-    notes: tuple[str, ...] = ()
-    settings: Mapping[str, Any] | None = None
-
     def __init__(self, file: StoredFile, stamp: Stamp, slots: Mapping[str, Slot]) -> None:
         self._file = file
         self.stamp = stamp
         self.slots = slots
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
-            {name: slot.header for name, slot in slots.items()}
-        )
+        self.headers = MappingProxyType({name: slot.header for name, slot in slots.items()})
 
     def read(self, name: str, rows: range | None = None) -> Tensor:
         header = find_header(self.headers, name, rows, str(self._file))
@@ -257,31 +212,17 @@ class SlottedFile:
         shape = header.shape if rows is None else (len(rows), *header.shape[1:])
         return data.view(header.dtype).reshape(shape)
 
-    def close(self) -> None:
-        """Do nothing: no file is open between reads."""
-
-
-@contextmanager
-def still_readable(file: StoredFile) -> Generator[None]:
-    """Turn an error of a file that was readable before into one that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read any more: {error.strerror}") from error
-
 
 def current_stamp(file: StoredFile) -> Stamp:
     """Return the current stamp of a file that existed before."""
-    with still_readable(file):
+    with failing_as(f"{file} cannot be read any more"):
         return file.stamp()
 
 
 def open_stored(file: StoredFile) -> Opened:
     """Open a file for reading."""
-    try:
+    with failing_as(f"{file} cannot be opened"):
         return file.open()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be opened: {error.strerror}") from error
 
 
 def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> None:
@@ -292,12 +233,8 @@ def read_into(target: memoryview, opened: Opened, offset: int, where: str) -> No
     """
     done = 0
     while done < len(target):
-        try:
+        with failing_as(f"{where} cannot be read at byte {offset + done}"):
             count = opened.read_at(target[done:], offset + done)
-        except OSError as error:
-            raise CheckpointError(
-                f"{where} cannot be read at byte {offset + done}: {error.strerror}"
-            ) from error
         if count == 0:
             raise CheckpointError(
                 f"{where} ends at byte {offset + done}, {len(target) - done} bytes early: "
@@ -327,11 +264,35 @@ class SafetensorsFile(SlottedFile):
             check_unchanged(self._file, self.stamp, opened.stamp)
             return _header_of(opened, str(self._file))
 
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of its header, read once more."""
+        header = parse_object(self.header_text(), f"the header of {self._file}")
+        return _texts(header.get("__metadata__"), str(self._file))
+
 
 def _header_of(opened: Opened, where: str) -> bytes:
+    """Return the JSON header, after checking that its length is possible."""
     size = opened.stamp[0]
-    length = bytearray(min(size, LENGTH_BYTES))
-    read_into(memoryview(length), opened, 0, where)
-    header = bytearray(data_start(bytes(length), size, where) - LENGTH_BYTES)
+    if size < LENGTH_BYTES:
+        raise CheckpointError(
+            f"{where} is {size} bytes long, and a safetensors file has 8 or more: {_CUT_SHORT}"
+        )
+    start = bytearray(LENGTH_BYTES)
+    read_into(memoryview(start), opened, 0, where)
+    if bytes(start) == b"version ":
+        raise CheckpointError(
+            f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+        )
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and {MAX_HEADER_BYTES} is the most that "
+            "safetensors allows: is it a safetensors file?"
+        )
+    if LENGTH_BYTES + length > size:
+        raise CheckpointError(
+            f"{where} claims a header of {length} bytes, and the whole file has {size}: {_CUT_SHORT}"
+        )
+    header = bytearray(length)
     read_into(memoryview(header), opened, LENGTH_BYTES, where)
     return bytes(header)

@@ -11,16 +11,16 @@ import re
 from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
-from typing import cast
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.header import SafetensorsFile, parse_metadata
-from covmerge.files.checkpoints.json_file import parse_object, shorten
+from covmerge.files.checkpoints.header import SafetensorsFile
+from covmerge.files.checkpoints.json_file import as_object, parse_object, shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
+from covmerge.files.checkpoints.unpickler import numbers
 from covmerge.files.stores.store import Store, StoredFile, child
 
 SLICES = re.compile(
@@ -71,7 +71,7 @@ def open_slices(store: Store, names: Collection[str]) -> PiecedFiles | None:
 def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
     """Open the file of one rank, and return the entries with the places of its tensors too."""
     read = SafetensorsFile(file)
-    text = parse_metadata(read.header_text(), str(file)).get(_KEY)
+    text = read.metadata().get(_KEY)
     if text is None:
         raise CheckpointError(
             f"{file} has no {_KEY} in its header, so that the places of its tensors are not known: fetch "
@@ -82,16 +82,14 @@ def _open(file: StoredFile) -> tuple[SafetensorsFile, dict[str, object]]:
 
 
 def _offsets(entry: object, header: TensorHeader, where: str) -> tuple[int, ...]:
-    fields = cast("dict[str, object]", entry) if isinstance(entry, dict) else {}
-    listed: object = fields.get("saved_offsets")
-    items = cast("list[object]", listed) if isinstance(listed, list) else [None]
-    fits = len(items) == len(header.shape)
-    if not fits or not all(type(item) is int and 0 <= item < 2**62 for item in items):
+    fields = as_object(entry)
+    found = numbers(fields.get("saved_offsets"))
+    if found is None or len(found) != len(header.shape):
         raise CheckpointError(
             f"{where} of shape {list(header.shape)} has {shorten(fields)} in {_KEY}, not an offset for "
             "each axis: save the checkpoint again"
         )
-    return tuple(cast("list[int]", items))
+    return found
 
 
 def _shape(pieces: list[Piece]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.settings import Hint
 from covmerge.base.text import shown, some
 from covmerge.base.types import Json
-from covmerge.files.checkpoints.json_file import dumps, shorten
+from covmerge.files.checkpoints.json_file import as_object, dumps, shorten
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.store import StoredFile
 
@@ -306,8 +306,7 @@ def _check_plan(
             f"resume with the version that began the merge, or start over with {Hint('overwrite')}"
         )
     check_seal(line)
-    known = head.get("of")
-    known = cast("dict[str, Any]", known) if isinstance(known, dict) else {}
+    known = as_object(head.get("of"))
     if head.get("plan") != plan_hash:
         changed = changes(known, {**of, PROCESSOR: known.get(PROCESSOR)}, _LISTED) if of else []
         what = (

@@ -13,6 +13,7 @@ from covmerge.base.errors import CheckpointError, InputError
 from covmerge.base.text import shown
 from covmerge.base.types import Json
 from covmerge.files.stores.local import local_file
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import StoredFile
 
 # Strict JSON: no NaN, no silent casts, and the same value always gives the same bytes.
@@ -74,7 +75,7 @@ def read_object(
     file: StoredFile | Path, values: int = MAX_VALUES, *, size: int = MAX_JSON_BYTES
 ) -> dict[str, Any]:
     """Read a file that is one JSON object."""
-    try:
+    with failing_as(f"{file} cannot be read"):
         found, *_ = local_file(file).stamp()
         if found > size:  # checked before a remote file is fetched
             raise CheckpointError(
@@ -82,8 +83,6 @@ def read_object(
                 "file?"
             )
         data = local_file(file).read(size)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     return parse_object(data, str(file), values)
 
 
@@ -146,6 +145,16 @@ holds: remove one
     if b"\\ud" in data or b"\\uD" in data:
         _check_texts(found, where)
     return found
+
+
+def as_object(value: object) -> dict[str, Any]:
+    """Return a parsed value if it is a JSON object, else an empty object."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    """Return a parsed value if it is a JSON list, else an empty list."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def is_text(text: str) -> bool:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import some
-from covmerge.base.types import Module, TensorHeader
+from covmerge.base.types import Module
 from covmerge.files.checkpoints.base import WeightFile
-from covmerge.files.checkpoints.json_file import parse_object
+from covmerge.files.checkpoints.json_file import as_object, parse_object
+from covmerge.files.stores.hub import COMPANIONS
 from covmerge.files.stores.paths import check_bare
 from covmerge.files.stores.store import Store, StoredFile, child
 
@@ -26,8 +27,6 @@ WEIGHTS = (  # files of weights of a module, in the order in which they are look
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-# Ends of names of a module's other files, which are copied to the output.
-BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 _ROUTERS = ("router_config.json", "config.json")  # the second name is that of older releases
 # Classes of sentence-transformers 6.2 whose modules always have weights.
@@ -53,7 +52,7 @@ class Folder:
     names: frozenset[str]  # of its files
 
 
-class ModuleWeights:
+class ModuleWeights(WeightFile):
     """A module's file of weights, whose tensors are shown under the whole model's names."""
 
     def __init__(self, read: WeightFile, module: Module) -> None:
@@ -61,7 +60,7 @@ class ModuleWeights:
         self._names = {f"{module.prefix}{name}": name for name in read.headers}
         self.notes = read.notes
         self.settings = read.settings
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {
                 name: replace(read.headers[stored_name], name=name, module=module)
                 for name, stored_name in self._names.items()
@@ -110,7 +109,7 @@ def weights_in(store: Store, folder: Folder) -> StoredFile | None:
 def _check_no_weights(store: Store, folder: Folder) -> None:
     """Raise if a module without a file that is read has weights in another format, or must have weights."""
     where, wanted = f"{store}: the module in {folder.path}", " nor ".join(WEIGHTS[::2])
-    others = [name for name in folder.names if not name.lower().endswith((*BESIDE, *_IGNORED))]
+    others = [name for name in folder.names if not name.lower().endswith((*COMPANIONS, *_IGNORED))]
     if others:
         raise CheckpointError(
             f"{where} has {some(sorted(others), 3)} and neither {wanted}, so that it cannot be merged. If "
@@ -162,7 +161,7 @@ def _modules_in(store: Store) -> list[tuple[str, str]]:
     data = b'{"modules":' + _bounded(file) + b"}"
     modules: object = parse_object(data, str(file), _MOST_VALUES)["modules"]
     entries = cast("list[object]", modules) if isinstance(modules, list) else [modules]
-    found = [cast("dict[str, object]", one) if isinstance(one, dict) else {} for one in entries]
+    found = [as_object(one) for one in entries]
     paths = [one.get("path") for one in found]
     if not all(isinstance(path, str) for path in paths):
         raise CheckpointError(
@@ -185,10 +184,9 @@ def _routed(folder: Folder) -> dict[str, str]:
         if name in folder.names:
             file = StoredFile(folder.store, name)
             fields = parse_object(_bounded(file), str(file), _MOST_VALUES * 20)
-            types: object = fields.get("types")
-            if isinstance(types, dict) and isinstance(fields.get("structure"), dict):
-                named = cast("dict[str, object]", types)
-                return {inner: _class_of(kind) for inner, kind in named.items()}
+            types = as_object(fields.get("types"))
+            if types and isinstance(fields.get("structure"), dict):
+                return {inner: _class_of(kind) for inner, kind in types.items()}
     return {}
 
 

@@ -30,6 +30,7 @@ from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.remote import RemoteCheckpoint, open_hub
 from covmerge.files.stores.address import PAGES, Address, address_of, hub_address
 from covmerge.files.stores.local import LocalFolder
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.remote import remote_store
 from covmerge.files.stores.store import Store, child
 
@@ -73,10 +74,8 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if (named := hub_address(source)) is not None:
         return open_adapter_hub(str(source), *named) or open_hub(str(source), *named)
     if (address := address_of(source)) is not None:
-        try:
+        with failing_as(f"{address} cannot be read"):
             return open_remote(address)
-        except OSError as error:
-            raise CheckpointError(f"{address} cannot be read: {error.strerror}") from error
     try:
         try:
             path = Path(source).expanduser()

@@ -1,7 +1,4 @@
-"""Limits on the cost of pickle files, checked before any object in them is created.
-
-Both readers of such files use them: torch's loader (`torch_file.py`) and our own (`pickled.py`).
-"""
+"""Limits on the cost of pickle files, checked before any object in them is created."""
 
 from __future__ import annotations
 
@@ -67,30 +64,26 @@ def check_archive(archive: zipfile.ZipFile, where: str) -> None:
             check_steps(description, where)
 
 
-def check_steps(pickled: IO[bytes], where: str, pickles: int = 1, *, most: int = MAX_STEPS) -> None:
-    """Count the steps of consecutive pickles; each step may create or nest an object.
+def check_steps(pickled: IO[bytes], where: str, most: int = MAX_STEPS) -> None:
+    """Count the steps of a pickle; each step may create or nest an object.
 
     Bytes that are no pickle are left to the loader to refuse.
 
     Raises:
         CheckpointError: there are too many steps, or tuples are nested too deeply.
     """
-    left = most
-    bounded = _Bounded(pickled, where)
-    for _ in range(pickles):
-        nesting = _Nesting()
-        for opcode, argument in _opcodes(bounded):
-            if nesting.after(opcode, argument) > _MAX_NESTING:
-                raise CheckpointError(
-                    f"{where} has more than {_MAX_NESTING} tuples, each inside the next, which is far more "
-                    f"than any model needs: {SAVE_AGAIN}"
-                )
-            left -= 1
-            if left < 0:
-                raise CheckpointError(
-                    f"{where} describes its tensors in more than {most} steps, which is far "
-                    f"more than any model needs: {SAVE_AGAIN}"
-                )
+    nesting = _Nesting()
+    for step, (opcode, argument) in enumerate(_opcodes(_Bounded(pickled, where)), start=1):
+        if nesting.after(opcode, argument) > _MAX_NESTING:
+            raise CheckpointError(
+                f"{where} has more than {_MAX_NESTING} tuples, each inside the next, which is far more "
+                f"than any model needs: {SAVE_AGAIN}"
+            )
+        if step > most:
+            raise CheckpointError(
+                f"{where} describes its tensors in more than {most} steps, which is far "
+                f"more than any model needs: {SAVE_AGAIN}"
+            )
 
 
 class _Nesting:

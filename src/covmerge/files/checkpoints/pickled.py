@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
@@ -29,10 +30,18 @@ from covmerge.files.checkpoints.pickle_bounds import (
     check_whole,
 )
 from covmerge.files.checkpoints.unpickler import NEXT, Loading, Storage, StorageOf, Unpickler
-from covmerge.files.stores.regular_file import open_regular, reading
+from covmerge.files.stores.regular_file import failing_as, open_regular
 
 ReadAt = Callable[[int, int], bytearray]  # reads some bytes of a file, from an offset on
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the number at the start of torch's format from before 1.6
+_LFS_MAGIC = b"vers"
+_ORDER = b"little"
+_PLAIN = (
+    "torch.",
+    "builtins.",
+    "__builtin__.",
+    "collections.",
+)  # modules of a state dict's classes
 
 
 def load_records(path: Path) -> object:
@@ -40,35 +49,52 @@ def load_records(path: Path) -> object:
 
     Plain values are returned unchanged, tensors as `Laid`, and other objects as `Inert`.
     """
-    where = str(path)
-    with _readable(where, "a pickle"), reading(path), open_regular(path) as file:
+    return load_noted(path)[0]
+
+
+def load_noted(path: Path) -> tuple[object, tuple[str, ...]]:
+    """Return the records of a file, like `load_records`, and notes about how they were read."""
+    where, notes = str(path), list[str]()
+    with _readable(where, "a pickle"), _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
-        loading = Loading(where, 2 * size)
-        if file.read(len(ZIP_MAGIC)) == ZIP_MAGIC:
-            return _load_archive(file, size, loading, partial(_read_at, path))
-        check_whole(size, where)
-        file.seek(0)
-        return _load_bytes(file.read(), loading)
+        loading = Loading(where, size)
+        magic = file.read(len(ZIP_MAGIC))
+        if magic == _LFS_MAGIC:
+            raise CheckpointError(
+                f"{where} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there"
+            )
+        if magic == ZIP_MAGIC:
+            records = _load_archive(file, size, loading, partial(_read_at, path))
+        else:
+            check_whole(size, where)
+            file.seek(0)
+            records = _load_bytes(file.read(), loading)
+            notes.append(
+                f"{where} is in torch's format from before 1.6: all {size} bytes are in memory"
+            )
+    if any(not origin.startswith(_PLAIN) for origin in loading.kinds):
+        notes.append(
+            f"{where} is a pickle: its tensors were read, and nothing that it names was run"
+        )
+    return records, tuple(notes)
 
 
 def load_archive(file: IO[bytes], size: int, where: str, read_at: ReadAt) -> object:
     """Return the records of a zip of `torch.save`, like `load_records`; `read_at` reads its bytes later."""
     with _readable(where, "a tensor"):
-        return _load_archive(file, size, Loading(where, 2 * size), read_at)
+        return _load_archive(file, size, Loading(where, size), read_at)
 
 
 def load_metadata(data: bytes, where: str, steps: int) -> object:
     """Return the records of a plain pickle without tensors, like `load_records`."""
     with _readable(where, "metadata"):
-        return _unpickle(data, Loading(where, 2 * len(data)), _no_storage(where), steps)
+        return _unpickle(data, Loading(where, len(data)), _no_storage(where), steps)
 
 
 @contextmanager
 def _readable(where: str, what: str) -> Generator[None]:
     try:
         yield
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from error
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes make zipfile and the unpickler raise anything
@@ -93,6 +119,12 @@ def _load_members(
     if len(found) != 1:
         raise CheckpointError(f"{where} has {len(found)} members data.pkl, not one: {NEXT}")
     folder = found[0].filename.removesuffix("data.pkl")
+    if (order := f"{folder}byteorder") in archive.namelist():
+        with archive.open(order) as member:
+            if member.read(len(_ORDER)) != _ORDER:
+                raise CheckpointError(
+                    f"{where} has the bytes of its numbers in another order: {NEXT}"
+                )
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
         member = f"{folder}data/{key}"
@@ -125,9 +157,15 @@ def _data_start(file: IO[bytes], entry: zipfile.ZipInfo) -> int:
     return entry.header_offset + 30 + name + extra
 
 
+@contextmanager
+def _opened(path: Path) -> Generator[BufferedReader]:
+    with failing_as(f"{path} cannot be read"), open_regular(path) as file:
+        yield file
+
+
 def _read_at(path: Path, start: int, size: int) -> bytearray:
     data = bytearray(size)
-    with reading(path), open_regular(path) as file:
+    with _opened(path) as file:
         file.seek(start)
         count = file.readinto(data)
     if count != size:
@@ -145,12 +183,12 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
     for _ in ("protocol", "system"):
         _next_pickle(stream, where)
     declared: dict[str, Storage] = {}
-    places: dict[str, bytes] = {}
+    places: dict[str, memoryview] = {}
 
     def storage(dtype: torch.dtype, key: str, count: int) -> Storage:
         def read(first: int, wanted: int) -> bytearray:
-            held = memoryview(places[key])
-            return bytearray(held[first * dtype.itemsize : (first + wanted) * dtype.itemsize])
+            part = places[key][first * dtype.itemsize : (first + wanted) * dtype.itemsize]
+            return bytearray(part)
 
         return declared.setdefault(key, Storage(dtype, count, read))
 
@@ -166,11 +204,12 @@ def _load_bytes(data: bytes, loading: Loading) -> object:
     return content
 
 
-def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
-    """Read a count and that many numbers."""
+def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> memoryview:
+    """Read a count and that many numbers, without a copy."""
     (count,) = struct.unpack("<q", stream.read(8))
-    size = storage.count * storage.dtype.itemsize
-    data = stream.read(size)
+    size, start = storage.count * storage.dtype.itemsize, stream.tell()
+    data = stream.getbuffer()[start : start + size]
+    stream.seek(start + len(data))
     if count != storage.count or len(data) != size:
         raise CheckpointError(
             f"{where} says {count} numbers of {storage.dtype} and holds {len(data)} bytes, where "
@@ -182,7 +221,7 @@ def _legacy_storage(stream: io.BytesIO, storage: Storage, where: str) -> bytes:
 def _next_pickle(stream: io.BytesIO, where: str, steps: int = MAX_STEPS) -> bytes:
     """Return the bytes of one pickle, checked for steps that would take memory before other checks."""
     start = stream.tell()
-    check_steps(stream, where, most=steps)
+    check_steps(stream, where, steps)
     stream.seek(start)
     left = stream.getbuffer().nbytes - start
     for opcode, argument, _ in pickletools.genops(stream):

@@ -8,14 +8,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.base import Checkpoint, find_header
+from covmerge.files.checkpoints.base import Checkpoint, WeightFile, find_header
 from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.store import StoredFile
 
@@ -41,14 +40,12 @@ class Pieced:
     flat: bool = False  # whether the tensor was flattened before it was divided
 
 
-class PiecedFiles:
+class PiecedFiles(WeightFile):
     """The files of all processes of a training, as one file of weights.
 
     Raises:
         CheckpointError: the pieces of a tensor overlap or leave gaps, or do not fill its shape.
     """
-
-    settings: Mapping[str, Any] | None = None
 
     def __init__(
         self, where: str, files: Sequence[StoredFile], tensors: Sequence[Pieced], note: str
@@ -57,7 +54,7 @@ class PiecedFiles:
         self._tensors = {tensor.header.name: tensor for tensor in tensors}
         self.files = tuple(files)
         self.notes = (note,) if note else ()
-        self.headers: Mapping[str, TensorHeader] = MappingProxyType(
+        self.headers = MappingProxyType(
             {name: tensor.header for name, tensor in self._tensors.items()}
         )
         for tensor in tensors:
@@ -82,9 +79,6 @@ class PiecedFiles:
         place = found.view(-1) if tensor.flat else found
         _put_together(place, tensor.pieces, range(taken.start * step, taken.stop * step))
         return found
-
-    def close(self) -> None:
-        """Do nothing: no file is open between reads."""
 
 
 def _put_together(found: Tensor, pieces: Sequence[Piece], taken: range) -> None:

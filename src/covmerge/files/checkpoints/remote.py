@@ -29,17 +29,17 @@ from covmerge.files.checkpoints.folder import (
     module_files,
     open_folder,
 )
-from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into, still_readable
+from covmerge.files.checkpoints.header import current_stamp, open_stored, read_into
 from covmerge.files.checkpoints.modules import module_folders
 from covmerge.files.checkpoints.view import View
-from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
+from covmerge.files.stores.hub import COMPANIONS, HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import check_bare
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.remote import RemoteStore
 from covmerge.files.stores.store import StoredFile, child
 
-_BESIDE = re.compile(r".*(?<!\.index)\.(json|txt|model|jinja|tiktoken)", re.S)
 _FOLDERS = re.compile(r"[0-9]_.*|additional_chat_templates", re.S)
 _MOST = 2**29  # the most bytes of one companion file
 _MANY = 200
@@ -70,7 +70,7 @@ class RemoteCheckpoint(View):
 
     def readme(self) -> Path | None:
         card = StoredFile(self._store, CARD_NAME)
-        with still_readable(card):
+        with failing_as(f"{card} cannot be read any more"):
             if not (self._whole and self._store.is_file(CARD_NAME)):
                 return None
         if self._card is None:
@@ -136,7 +136,7 @@ def _filled(fetch: Callable[[Path], None]) -> TemporaryDirectory[str]:
 
 def _fetch_companions(store: RemoteStore, to: Path) -> None:
     """Fetch configs, tokenizers and processors into a local folder."""
-    try:
+    with failing_as(f"{store} cannot be listed"):
         places = {"": store}
         for name in filter(_FOLDERS.fullmatch, store.folders()):
             check_bare(name, str(store))
@@ -146,10 +146,8 @@ def _fetch_companions(store: RemoteStore, to: Path) -> None:
             (path, child(place, name))
             for path, place in places.items()
             for name in place.names()
-            if _BESIDE.fullmatch(name)
+            if name.endswith(COMPANIONS) and not name.endswith(".index.json")
         ]
-    except OSError as error:
-        raise CheckpointError(f"{store} cannot be listed: {error.strerror}") from error
     if len(found) > _MANY:
         raise CheckpointError(
             f"{store} holds {len(found)} files beside its weights, and {_MANY} are fetched: pass the "
@@ -173,7 +171,7 @@ def _fetch(file: StoredFile, to: Path) -> None:
 
 
 def _version(file: StoredFile) -> str:
-    with still_readable(file):
+    with failing_as(f"{file} cannot be read any more"):
         return cast("RemoteStore", file.store).version(file.name)
 
 
@@ -271,7 +269,9 @@ def open_hub(source: str, name: str, revision: str | None) -> HubCheckpoint:
             repository cannot be read.
     """
     if is_offline(source):
-        return _open_cached(source, name, revision)
+        folder = cached_snapshot(source, name, revision)
+        note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
+        return _downloaded(HubStore(source, name, folder.name, {}), folder, note)
     store = HubStore.find(source, name, revision)
     of_modules = module_files(store, store.names())
     names = store.names()
@@ -296,20 +296,13 @@ def _open_pickled(
         stem = stem.removesuffix(".bin").removesuffix(".safetensors")
         weights += [name for name in store.names() if name.startswith(stem)]
     folder = store.download((*store.companions(), *weights))
-    local = open_folder(store.source, LocalFolder(folder))
     note = (
         f"{store.source} has {pickled} and no safetensors of it: its weights were downloaded to read "
         "their headers"
     )
-    return _downloaded(store, local, note)
+    return _downloaded(store, folder, note)
 
 
-def _open_cached(source: str, name: str, revision: str | None) -> HubCheckpoint:
-    folder = cached_snapshot(source, name, revision)
-    note = f"{source}: HF_HUB_OFFLINE is set, commit {folder.name} was taken from the cache"
-    local = open_folder(source, LocalFolder(folder))
-    return _downloaded(HubStore(source, name, folder.name, {}), local, note)
-
-
-def _downloaded(store: HubStore, local: Checkpoint, note: str) -> HubCheckpoint:
+def _downloaded(store: HubStore, folder: Path, note: str) -> HubCheckpoint:
+    local = open_folder(store.source, LocalFolder(folder))
     return HubCheckpoint(store, local, notes=(note, *local.notes))

@@ -16,6 +16,7 @@ from covmerge.files.checkpoints.json_file import read_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.stores.address import local_path
+from covmerge.files.stores.regular_file import failing_as
 
 _NAMES = tuple(re.compile(rf"{name}-(0|[1-9][0-9]{{0,17}})") for name in ("checkpoint", "step"))
 _STATE = "trainer_state.json"  # the last file of a checkpoint that the Trainer writes
@@ -169,8 +170,9 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
     try:
         if stateful and _STATE not in names:
             raise CheckpointError(f"it has no {_STATE}, which is written last")
-        if _STATE in names and not _size(folder / _STATE):
-            raise CheckpointError(f"its {_STATE} is empty")
+        with failing_as(f"{folder / _STATE} cannot be read"):
+            if _STATE in names and not (folder / _STATE).stat().st_size:
+                raise CheckpointError(f"its {_STATE} is empty")
         with closing(open_checkpoint(str(folder))) as checkpoint:
             is_adapter, in_shards = checkpoint.is_adapter, checkpoint.divided
     except CheckpointError as error:
@@ -189,13 +191,6 @@ def _checked(step: int, folder: Path, names: Sequence[str], stateful: bool) -> S
         if matches_any(name, _OF_TRAINER) and not (in_shards and matches_any(name, _SHARDS))
     )
     return SavedStep(step, folder, is_adapter, of_trainer)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

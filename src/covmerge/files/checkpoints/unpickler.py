@@ -8,19 +8,19 @@ nothing is called.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.files.checkpoints.base import check_unchanged
-from covmerge.files.stores.store import Stamp, stamp_of
+from covmerge.files.stores.store import Stamp, StoredFile
 
 # Tensors as in a pickle: a storage, an offset, a shape and strides.
 
@@ -44,6 +44,8 @@ class Storage(_Fixed):
 @dataclass(frozen=True)
 class Laid(_Fixed):
     """A tensor described by a storage, an offset, a shape and strides."""
+
+    origin: ClassVar[str] = "Tensor"
 
     storage: Storage
     offset: int
@@ -86,6 +88,8 @@ _DTYPES = {
     "CharStorage": torch.int8,
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
 }
 # Dtypes without a storage class: torch builds such a tensor on the bytes of an untyped storage.
 _UNTYPED = "torch.storage.UntypedStorage"
@@ -188,10 +192,14 @@ class Loading:
     """The state of reading one file: its limits and the stand-ins for its classes."""
 
     where: str  # the path of the file
+    size: int  # of the file in bytes
     # Bytes that may still be created; data may exist as text, then as bytes, then as numbers.
-    left: int
+    left: int = field(init=False)
     # The stand-ins for classes and functions, by name.
     kinds: dict[str, type[Inert]] = field(default_factory=dict[str, "type[Inert]"])
+
+    def __post_init__(self) -> None:
+        self.left = 2 * self.size
 
     def make(self, size: int) -> None:
         """Count bytes that are about to be created, and raise if they are too many."""
@@ -242,6 +250,7 @@ class Unpickler(pickle.Unpickler):
             _OF_TYPE: self._of_type,
             "torch._utils._rebuild_parameter": _first,
             "torch._utils._rebuild_parameter_with_state": _first,
+            "torch._utils._rebuild_device_tensor_from_cpu_tensor": _first,
             "torch.storage._load_from_bytes": self._whole,
             "torch.Size": _first,
             "copy_reg._reconstructor": _made,
@@ -321,21 +330,34 @@ class Unpickler(pickle.Unpickler):
         return self._laid(whole, offset, shape, strides)
 
     def _laid(
-        self, storage: object, offset: object, shape: object, strides: object, *_: object
+        self,
+        storage: object,
+        offset: object,
+        shape: object,
+        strides: object,
+        gradient: object = None,
+        hooks: object = None,
+        changes: object = None,
     ) -> Laid:
+        if changes:
+            raise CheckpointError(f"{self._where}: a tensor is stored as {changes}: {NEXT}")
         sizes = numbers((offset,)), numbers(shape), numbers(strides)
         if not isinstance(storage, Storage) or None in sizes:
             raise CheckpointError(f"{self._where}: a tensor has no storage or no shape: {NEXT}")
         ((first,), lengths, steps) = cast("tuple[tuple[int, ...], ...]", sizes)
         last = first + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True))
-        entries = 1
-        for length in lengths:
-            entries *= length
-        # A stride of 0 would make one stored number look like a tensor of any size.
-        if entries and (last >= storage.count or entries > storage.count):
+        entries = math.prod(lengths)
+        if entries and last >= storage.count:
             raise CheckpointError(
                 f"{self._where}: a tensor of shape {list(lengths)} and strides {list(steps)} does not "
                 f"fit its storage of {storage.count} numbers: {NEXT}"
+            )
+        # A stride of 0 makes one stored number look like a tensor of any size, which a read would copy.
+        if entries * storage.dtype.itemsize > self._loading.size:
+            raise CheckpointError(
+                f"{self._where}: a tensor of shape {list(lengths)} takes "
+                f"{entries * storage.dtype.itemsize} bytes, and the whole file has {self._loading.size}: "
+                f"{NEXT}"
             )
         return Laid(storage, first, lengths, steps)
 
@@ -372,15 +394,15 @@ def whole_booleans(tensor: Tensor, what: str) -> Tensor:
 class LaidPart:
     """A tensor in the pickled file of one rank; calling it reads rows."""
 
-    path: Path
+    file: StoredFile
     stamp: Stamp
     name: str
     laid: Laid
 
     def __call__(self, rows: range | None) -> Tensor:
         """Read some rows, or all rows for None."""
-        check_unchanged(self.path, self.stamp, stamp_of(self.path.stat()))
-        return whole_booleans(self.laid.tensor(rows), f"{self.path}: '{self.name}'")
+        check_unchanged(self.file, self.stamp, self.file.stamp())
+        return whole_booleans(self.laid.tensor(rows), f"{self.file}: '{self.name}'")
 
     def within(self, starts: Sequence[int], shape: Sequence[int]) -> LaidPart:
         """Return a part of the tensor, from its place along each axis."""
@@ -417,4 +439,4 @@ def kind_of(value: object) -> str:
 
 def origin_of(value: object) -> str:
     """Return the name of a class or of a value's class, as in the pickle."""
-    return value.origin if isinstance(value, Inert | Sealed) else type(value).__name__
+    return getattr(value, "origin", type(value).__name__)

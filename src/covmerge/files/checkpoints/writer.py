@@ -19,6 +19,7 @@ from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
 from covmerge.files.checkpoints.layout import Layout, Shard, Slot
 from covmerge.files.stores.local import LocalFolder, local_store
+from covmerge.files.stores.regular_file import failing_as
 from covmerge.files.stores.store import StoredFile
 
 _CHUNK = 8 << 20  # bytes read back at a time
@@ -93,23 +94,21 @@ class ShardWriter:
         file_name, slot = self._find(name)
         position, left = slot.span(rows)
         buffer = memoryview(bytearray(min(left, _CHUNK)))
-        checksum = 0
-        try:
-            with self._store.open(file_name, follow=False) as opened:
-                while left:
-                    count = opened.read_at(buffer[:left], position)
-                    if not count:
-                        raise CheckpointError(
-                            f"{self._store.where(file_name)} ends at byte {position}, inside "
-                            f"'{name}': something else changed it; start over with {Hint('overwrite')}"
-                        )
-                    checksum = zlib.crc32(buffer[:count], checksum)
-                    position += count
-                    left -= count
-        except OSError as error:
-            raise CheckpointError(
-                f"cannot read back {self._store.where(file_name)}: {error.strerror}"
-            ) from error
+        where, checksum = self._store.where(file_name), 0
+        with (
+            failing_as(f"cannot read back {where}"),
+            self._store.open(file_name, follow=False) as opened,
+        ):
+            while left:
+                count = opened.read_at(buffer[:left], position)
+                if not count:
+                    raise CheckpointError(
+                        f"{where} ends at byte {position}, inside '{name}': something else changed it; "
+                        f"start over with {Hint('overwrite')}"
+                    )
+                checksum = zlib.crc32(buffer[:count], checksum)
+                position += count
+                left -= count
         return f"{checksum:08x}"
 
     def flush(self) -> None:
@@ -158,12 +157,10 @@ def _create_missing(store: LocalFolder, layout: Layout) -> None:
 
 
 def _refuse_different(file: StoredFile, shard: Shard) -> None:
-    try:
+    with failing_as(f"cannot resume into {file}"):
         with file.open(follow=False) as opened:
             size, _, _ = opened.stamp
         header = file.read(len(shard.header), follow=False)
-    except OSError as error:
-        raise CheckpointError(f"cannot resume into {file}: {error.strerror}") from error
     if size != shard.size:
         found = f"it has {size} bytes, planned are {shard.size}"
     elif header != shard.header:

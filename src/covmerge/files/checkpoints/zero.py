@@ -32,7 +32,7 @@ from covmerge.files.checkpoints.pickled import load_records
 from covmerge.files.checkpoints.pieces import Piece, Pieced, PiecedFiles
 from covmerge.files.checkpoints.unpickler import Laid, LaidPart, listed, numbers
 from covmerge.files.stores.paths import check_bare
-from covmerge.files.stores.store import Store, StoredFile, child, stamp_of
+from covmerge.files.stores.store import Store, StoredFile, child
 
 _LATEST = "latest"
 _STEP = re.compile(r"global_step[0-9]+", re.ASCII)
@@ -309,7 +309,7 @@ def _shared(
 
 
 def _part(file: StoredFile, name: str, laid: Laid) -> LaidPart:
-    return LaidPart(file.path, stamp_of(file.path.stat()), name, laid)
+    return LaidPart(file, file.stamp(), name, laid)
 
 
 def _laid(value: object, where: str, axes: int | None = 1) -> Laid:

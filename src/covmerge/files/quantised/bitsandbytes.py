@@ -21,7 +21,7 @@ from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.json_file import parse_object, shorten
+from covmerge.files.checkpoints.json_file import as_list, parse_object, shorten
 from covmerge.files.quantised.packed import ByRows, Format, Found, Read, Stored
 
 # 1/127 as bitsandbytes writes it; in its float32 arithmetic s / 127 gives another number.
@@ -127,7 +127,7 @@ def _eight_bit(stored: Stored, module: str) -> EightBit:
 def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
     state = _state(stored, f"{name}{end}")
     shape, block, dtype = state.get("shape"), state.get("blocksize"), state.get("dtype")
-    sizes = cast("list[Any]", shape) if isinstance(shape, list) else []
+    sizes = as_list(shape)
     known = type(block) is int and block in _BLOCKS and isinstance(dtype, str) and dtype in _DTYPES
     sized = 0 < len(sizes) <= _MAX_DIMENSIONS
     if not known or not sized or not all(type(n) is int and 0 < n < 2**31 for n in sizes):

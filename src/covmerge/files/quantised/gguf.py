@@ -28,7 +28,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.folder import QUANTISATION
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 from covmerge.files.quantised.gguf_file import COUNT, GgufSettings, block_of, gguf_package
 from covmerge.files.quantised.packed import DTYPE_KEYS, ByRows, Found, Read, Stored, dtype_of
 from covmerge.files.tensors.skeleton import SkeletonUnavailable, empty_model, in_short
@@ -334,8 +334,7 @@ def _check_config(stored: Stored, metadata: Mapping[str, Json], config: Any) -> 
     if _is_config_made(stored):
         return
     config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None)
-    theta = cast("dict[str, Any]", rope).get("rope_theta") if isinstance(rope, dict) else None
+    theta = as_object(getattr(config, "rope_parameters", None)).get("rope_theta")
     held = {key: getattr(config, name, None) for key, name in _STATED.items()} | {_ROPE: theta}
     for key, value in held.items():
         full = f"{metadata.get('general.architecture')}.{key}"

@@ -159,7 +159,7 @@ class GgufFile(SlottedFile):
             metadata, entries = parser.metadata(), parser.entries()
         _check_slots([slot for slot, _ in entries], stamp[0], str(file))
         super().__init__(file, stamp, {slot.header.name: slot for slot, _ in entries})
-        self.settings: Mapping[str, Any] | None = GgufSettings(
+        self.settings = GgufSettings(
             file=file,
             metadata=metadata,
             types={slot.header.name: kind for slot, kind in entries},

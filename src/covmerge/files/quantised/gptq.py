@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_object, shorten
 from covmerge.files.quantised.integers import WORD, Mixed, in_a_row, run_of
 from covmerge.files.quantised.packed import SMALLEST, Format, Found, Read, Stored, pieces
 
@@ -140,7 +140,7 @@ def _varied(stored: Stored) -> bool:
     for pattern, settings in cast("dict[str, object]", given).items():
         if pattern.startswith("-:"):  # the layers of this pattern are plain
             continue
-        changed = cast("dict[str, object]", settings) if isinstance(settings, dict) else {}
+        changed = as_object(settings)
         strange = sorted(changed.keys() & _LAYOUTS)
         if strange:
             stored.refuse(f"its dynamic has layers of another {strange[0]} ({shorten(pattern)})")

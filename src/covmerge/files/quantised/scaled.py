@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
-from covmerge.files.checkpoints.json_file import shorten
+from covmerge.files.checkpoints.json_file import as_list, shorten
 from covmerge.files.quantised.integers import (
     BYTE,
     WORD,
@@ -144,9 +143,9 @@ def as_block(stored: Stored, given: object) -> Block:
     Raises:
         CheckpointError: it is not a possible size.
     """
-    sizes = cast("list[Any]", given) if isinstance(given, list) else []
+    sizes = as_list(given)
     if len(sizes) != 2 or not all(type(size) is int and 0 < size < 2**31 for size in sizes):
-        stored.refuse(f"its block is {shorten(cast('object', given))}, not rows and columns")
+        stored.refuse(f"its block is {shorten(given)}, not rows and columns")
     if sizes[0] * sizes[1] < SMALLEST:
         stored.refuse(f"its block is {sizes}, where {SMALLEST} weights or more can be read")
     return sizes[0], sizes[1]

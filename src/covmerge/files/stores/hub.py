@@ -27,7 +27,8 @@ from covmerge.files.stores.store import Opened, Stamp
 
 TIMEOUT = 30.0  # seconds without a byte
 
-_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+# Ends of names of the files beside weights: config, tokenizer, index.
+COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _AHEAD = 100_000  # bytes: enough for most files' headers in one request
 _MOST_OF_A_CARD = 100_000_000
 _MOST_TOLD = 10_000_000  # bytes of the API's answer about a repository: some 40,000 files
@@ -145,7 +146,7 @@ class HubStore:
 
     def companions(self) -> tuple[str, ...]:
         """Return the names of the files needed beside the weights: config, tokenizer, index."""
-        return tuple(name for name in self.sizes if name.endswith(_COMPANIONS))
+        return tuple(name for name in self.sizes if name.endswith(COMPANIONS))
 
     def card(self, name: str) -> Path:
         """Download one small file into the client's cache."""

@@ -179,3 +179,12 @@ def reading(path: object) -> Generator[None]:
         raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextmanager
+def failing_as(fault: str) -> Generator[None]:
+    """Turn any OSError into a CheckpointError that says what cannot be done, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{fault}: {error.strerror or error}") from error

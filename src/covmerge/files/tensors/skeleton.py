@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from covmerge.base.types import Role, TensorHeader
+from covmerge.files.checkpoints.json_file import as_list
 from covmerge.files.tensors.modules import (
     MATRICES,
     Kind,
@@ -251,8 +252,8 @@ def _configured(transformers: Any, config: Mapping[str, Any]) -> Any:
 
 def architecture_of(config: Mapping[str, Any] | None) -> str | None:
     """Return config.architectures[0], if there is one."""
-    names = (config or {}).get("architectures")
-    return str(cast("list[Any]", names)[0]) if isinstance(names, list) and names else None
+    names = as_list((config or {}).get("architectures"))
+    return str(names[0]) if names else None
 
 
 def _is_model_of(transformers: Any, model_class: Any, config: Any) -> bool:

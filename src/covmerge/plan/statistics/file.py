@@ -20,7 +20,7 @@ from torch import Tensor
 from covmerge.base.errors import InputError, did_you_mean
 from covmerge.base.types import Json, TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.header import SafetensorsFile, parse_metadata
+from covmerge.files.checkpoints.header import SafetensorsFile
 from covmerge.files.checkpoints.json_file import parse_object, shorten
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import local_file
@@ -95,10 +95,9 @@ class StatisticsFile:
         """
         path = local_path(path).expanduser()
         file = SafetensorsFile(local_file(path))
-        header = file.header_text()
-        about = _about(parse_metadata(header, str(path)), path)
+        about = _about(file.metadata(), path)
         _check_tensors(file.headers, about, path)
-        return cls(path, file, about, header)
+        return cls(path, file, about, file.header_text())
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return names of the tensors, as in the expert's checkpoint, that have this statistic."""

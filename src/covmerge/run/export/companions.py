@@ -14,7 +14,8 @@ from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.base import check_unchanged
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
-from covmerge.files.checkpoints.modules import BESIDE, Folder, module_folders
+from covmerge.files.checkpoints.modules import Folder, module_folders
+from covmerge.files.stores.hub import COMPANIONS
 from covmerge.files.stores.local import LocalFolder
 from covmerge.files.stores.paths import safe_path
 from covmerge.files.stores.regular_file import open_regular, pieces
@@ -168,7 +169,7 @@ def _companion_names(source: Path) -> list[str]:
     found: set[str] = set()
     with _listing(source):
         for folder in _modules(source):
-            beside = [name for name in folder.names if name.endswith(BESIDE)]
+            beside = [name for name in folder.names if name.endswith(COMPANIONS)]
             found |= {f"{folder.path}/{n}" for n in beside if not is_weights(n.rpartition("/")[2])}
         for child in source.iterdir():
             if child.is_file() and matches_any(child.name, _COMPANIONS):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, check_places
+from covmerge.files.checkpoints.json_file import as_list, as_object
 
 # BEFT (arXiv:2509.15974): the biases of some layers.
 
@@ -20,7 +20,6 @@ BEFT = AdapterType(
     update=lambda layer: layer["bias"].view(-1, 1)[layer.rows],
     vectors=True,
     leaf="bias",
-    unused=frozenset({"init_weights"}),
 )
 
 
@@ -67,8 +66,7 @@ IA3 = AdapterType(
     weight=_ia3_weight,
     bias=lambda layer: layer.base_bias() * layer["l"].flatten(),
     has_bias=lambda layer: not _of_inputs(layer),
-    fields=frozenset({"feedforward_modules"}),
-    unused=frozenset({"init_ia3_weights"}),
+    fields=("feedforward_modules", "init_ia3_weights"),
 )
 
 
@@ -110,8 +108,7 @@ SHIRA = AdapterType(
     update=_shira_update,
     by_rows=False,
     integers=frozenset({"indices"}),
-    fields=frozenset({"r"}),
-    unused=frozenset({"mask_type", "random_seed", "init_weights"}),
+    fields=("r", "mask_type", "random_seed"),
 )
 
 
@@ -151,8 +148,9 @@ SUPERTUNING = AdapterType(
     update=_supertuning_update,
     by_rows=False,
     integers=frozenset({"indices"}),
-    fields=frozenset({"r", "lora_alpha", "save_precomputed_indices"}),
-    unused=frozenset({"sparsity", "select_top", "init_weights", "lora_dropout"}),
+    fields=(
+        *("r", "lora_alpha", "save_precomputed_indices", "sparsity", "select_top", "lora_dropout"),
+    ),
     refused=(
         "save_precomputed_indices",
         False,
@@ -183,11 +181,10 @@ def _tokens_shapes(layer: Layer) -> Mapping[str, Shape]:
 def _tokens(layer: Layer) -> list[int]:
     """Return the trained tokens that the configuration lists, for all modules or by names of modules."""
     given: object = layer.option("token_indices") or layer.option("trainable_token_indices")
-    if isinstance(given, dict):
-        lists = cast("dict[str, object]", given)
+    if lists := as_object(given):
         fits = [listed for end, listed in lists.items() if f".{layer.name}".endswith(f".{end}")]
         given = fits[0] if len(fits) == 1 else None
-    found = cast("list[object]", given if isinstance(given, list) else [])
+    found = as_list(given)
     tokens = [token for token in found if type(token) is int]
     if not tokens or len(tokens) != len(found):
         layer.refuse(
@@ -218,8 +215,7 @@ TRAINABLE_TOKENS = AdapterType(
     shapes=_tokens_shapes,
     weight=_tokens_weight,
     keeps_ties=True,
-    fields=frozenset({"token_indices"}),
-    unused=frozenset({"init_weights"}),
+    fields=("token_indices",),
 )
 
 TYPES = (BEFT, IA3, LN_TUNING, SHIRA, SUPERTUNING, TRAINABLE_TOKENS)

@@ -165,8 +165,8 @@ class AdapterType:
         has_bias: whether it changes the bias of a given layer.
         rank: the rank of the factors.
         matrix: the shape of the weight as a matrix if the shapes of the parts determine it, else None.
-        fields: fields of `adapter_config.json` that change the meaning of the tensors.
-        unused: fields that have no effect after training.
+        fields: the type's own fields of `adapter_config.json`, read or without effect after training;
+            all types have `init_weights`.
         shared: names of tensors that layers share, each with its part; if a name ends in a dot, the
             rest of the tensor's name belongs to the part's name.
         of_layer: the shared tensors that a layer uses, by the layer's name.
@@ -197,8 +197,7 @@ class AdapterType:
     has_bias: Callable[[Layer], bool] = lambda _: True
     rank: Callable[[Layer], int] | None = None
     matrix: Callable[[Mapping[str, Shape]], tuple[int, int] | None] | None = None
-    fields: frozenset[str] = frozenset()
-    unused: frozenset[str] = frozenset()
+    fields: tuple[str, ...] = ()
     shared: Mapping[str, str] = field(default_factory=dict[str, str])
     of_layer: Callable[[str, _Parts], _Parts] = lambda _, shared: shared
     whole: Mapping[str, str] = field(default_factory=dict[str, str])

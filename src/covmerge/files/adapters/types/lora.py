@@ -13,6 +13,7 @@ from torch import Tensor
 from covmerge.base.types import LowRank
 from covmerge.files.adapters.types.layer import AdapterType, Layer, Shape, lengths, linalg
 from covmerge.files.adapters.types.lycoris import LOCON
+from covmerge.files.checkpoints.json_file import as_object
 
 # Removal of singular components of a base's weight, for the types that do this before they add an
 # update.
@@ -205,8 +206,7 @@ OSF = AdapterType(
     shapes=_osf_shapes,
     weight=_osf_weight,
     by_rows=False,
-    fields=frozenset({"effective_rank", "rank_pattern"}),
-    unused=frozenset({"init_weights", "target_svd_config"}),
+    fields=("effective_rank", "rank_pattern", "target_svd_config"),
 )
 
 
@@ -244,8 +244,7 @@ DEFT = AdapterType(
     shapes=_deft_shapes,
     weight=_deft_weight,
     by_rows=False,
-    fields=frozenset({"r", "decomposition_method", "para", "alpha"}),
-    unused=frozenset({"deft_dropout", "init_scale", "init_weights"}),
+    fields=("r", "decomposition_method", "para", "alpha", "deft_dropout", "init_scale"),
 )
 
 
@@ -257,7 +256,7 @@ _SIDES = {"down": "target_modules_bd_a", "up": "target_modules_bd_b"}
 def _bdlora_blocks(layer: Layer, side: str) -> int:
     """Return a factor's number of blocks: 1 unless the configuration names a part of the layer's name."""
     given: Any = layer.option("use_bdlora")
-    fields = cast("dict[str, object]", given if isinstance(given, dict) else {})
+    fields = as_object(given)
     names: object = fields.get(_SIDES[side]) or []
     count = fields.get("nblocks", 1)
     if not isinstance(names, list) or type(count) is not int or count < 1:
@@ -327,8 +326,7 @@ DELORA = AdapterType(
     shapes=_delora_shapes,
     factors=_delora_factors,
     rank=lambda layer: layer.rank("A", 0),
-    fields=frozenset({"r", "rank_pattern"}),
-    unused=frozenset({"delora_lambda", "lambda_pattern", "module_dropout", "init_weights"}),
+    fields=("r", "rank_pattern", "delora_lambda", "lambda_pattern", "module_dropout"),
 )
 
 
@@ -381,8 +379,7 @@ GRALORA = AdapterType(
     shapes=_gralora_shapes,
     update=_update,
     by_rows=False,
-    fields=frozenset({"r", "alpha", "gralora_k", "hybrid_r"}),
-    unused=frozenset({"gralora_dropout", "init_weights"}),
+    fields=("r", "alpha", "gralora_k", "hybrid_r", "gralora_dropout"),
 )
 
 
@@ -440,8 +437,7 @@ GLORA = AdapterType(
     bias=_bias,
     has_bias=lambda layer: any(f"{side}.{_NONE}" not in layer for side in "CDE"),
     adds_bias=True,
-    fields=frozenset({"r", "config_A_B", "config_C", "config_D_E"}),
-    unused=frozenset({"init_weights"}),
+    fields=("r", "config_A_B", "config_C", "config_D_E"),
 )
 
 
@@ -477,8 +473,7 @@ HIRA = AdapterType(
     },
     shapes=_hira_shapes,
     weight=_hira_weight,
-    fields=frozenset({"r", "rank_pattern"}),
-    unused=frozenset({"hira_dropout", "init_weights"}),
+    fields=("r", "rank_pattern", "hira_dropout"),
 )
 
 TYPES = (DEFT, DELORA, GLORA, GRALORA, HIRA, OSF)

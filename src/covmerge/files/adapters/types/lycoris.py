@@ -74,8 +74,10 @@ LOHA = AdapterType(
     update=_loha_update,
     matrix=_loha_matrix,
     alpha="alpha",
-    fields=frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"}),
-    unused=frozenset({"rank_dropout", "module_dropout", "init_weights", "use_effective_conv2d"}),
+    fields=(
+        *("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout"),
+        *("use_effective_conv2d",),
+    ),
 )
 
 
@@ -227,12 +229,9 @@ LOKR = AdapterType(
         "rank_dropout_scale",
         "before 0.14 left alpha out, and newer ones multiply by alpha / r",
     ),
-    fields=frozenset({"r", "alpha", "rank_pattern", "alpha_pattern"}),
-    unused=frozenset(
-        {
-            *("rank_dropout", "module_dropout", "init_weights", "use_effective_conv2d"),
-            *("rank_dropout_scale", "decompose_both", "decompose_factor"),
-        }
+    fields=(
+        *("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout"),
+        *("use_effective_conv2d", "rank_dropout_scale", "decompose_both", "decompose_factor"),
     ),
 )
 

@@ -134,13 +134,10 @@ OFT = AdapterType(
     },
     shapes=_oft_shapes,
     weight=_oft_weight,
-    fields=frozenset(
-        {
-            *("r", "oft_block_size", "coft", "eps", "block_share"),
-            *("use_cayley_neumann", "num_cayley_neumann_terms"),
-        }
+    fields=(
+        *("r", "oft_block_size", "coft", "eps", "block_share", "use_cayley_neumann"),
+        *("num_cayley_neumann_terms", "module_dropout"),
     ),
-    unused=frozenset({"module_dropout", "init_weights"}),
     older=("peft_version", "before 0.18 ended the series of rotations otherwise"),
 )
 
@@ -181,8 +178,7 @@ BOFT = AdapterType(
     ends={".boft_R": "R", ".boft_s": "s", ".boft_P": "P"},
     shapes=_boft_shapes,
     weight=lambda layer: turned(layer, layer["R"][0]),
-    fields=frozenset({"boft_block_size", "boft_block_num", "boft_n_butterfly_factor"}),
-    unused=frozenset({"boft_dropout", "init_weights"}),
+    fields=("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
 )
 
 
@@ -218,8 +214,7 @@ HRA = AdapterType(
     ends={".hra_u": "u"},
     shapes=lambda layer: {"u": (layer.columns, layer.rank("u", 1))},
     weight=_hra_weight,
-    fields=frozenset({"r", "apply_GS"}),
-    unused=frozenset({"init_weights"}),
+    fields=("r", "apply_GS"),
 )
 
 
@@ -276,8 +271,7 @@ ROAD = AdapterType(
     weight=lambda layer: _rotated(layer, layer.weight),
     bias=lambda layer: _rotated(layer, layer.base_bias()),
     by_rows=False,
-    fields=frozenset({"variant", "group_size"}),
-    unused=frozenset({"init_weights"}),
+    fields=("variant", "group_size"),
 )
 
 TYPES = (BOFT, HRA, OFT, ROAD)

@@ -78,8 +78,7 @@ VERA = AdapterType(
     shapes=_vera_shapes,
     factors=_vera_factors,
     rank=lambda layer: layer.rank("d", 0),
-    fields=frozenset({"r", "projection_prng_key", "save_projection"}),
-    unused=frozenset({"vera_dropout", "d_initial", "init_weights"}),
+    fields=("r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial"),
 )
 
 
@@ -95,8 +94,10 @@ PVERA = AdapterType(
     shapes=partial(_vera_shapes, inner=2),
     factors=partial(_vera_factors, inner=2, seed=0),
     rank=lambda layer: layer.rank("d", 0),
-    fields=frozenset({"r", "projection_prng_key", "save_projection", "sample_at_inference"}),
-    unused=frozenset({"pvera_dropout", "d_initial", "generator_seed", "init_weights"}),
+    fields=(
+        *("r", "projection_prng_key", "save_projection", "sample_at_inference", "pvera_dropout"),
+        *("d_initial", "generator_seed"),
+    ),
     refused=(
         "sample_at_inference",
         True,
@@ -186,13 +187,10 @@ RANDLORA = AdapterType(
     shared={"randlora_A": "A", "randlora_B": "B"},
     shapes=_randlora_shapes,
     update=_update,
-    fields=frozenset(
-        {
-            *("r", "randlora_alpha", "save_projection", "projection_prng_key"),
-            *("sparse", "very_sparse"),
-        }
+    fields=(
+        *("r", "randlora_alpha", "save_projection", "projection_prng_key", "sparse"),
+        *("very_sparse", "randlora_dropout"),
     ),
-    unused=frozenset({"randlora_dropout", "init_weights"}),
 )
 
 
@@ -259,9 +257,9 @@ VBLORA = AdapterType(
     factors=_vblora_factors,
     rank=_rank,
     integers=frozenset({"A_indices", "B_indices"}),
-    fields=frozenset({"r", "topk", "num_vectors", "vector_length", "save_only_topk_weights"}),
-    unused=frozenset(
-        {"vblora_dropout", "init_vector_bank_bound", "init_logits_std", "init_weights"}
+    fields=(
+        *("r", "topk", "num_vectors", "vector_length", "save_only_topk_weights", "vblora_dropout"),
+        *("init_vector_bank_bound", "init_logits_std"),
     ),
 )
 
@@ -301,8 +299,10 @@ UNILORA = AdapterType(
     factors=_unilora_factors,
     rank=lambda layer: layer.rank("A_indices", 0),
     integers=frozenset({"A_indices", "B_indices"}),
-    fields=frozenset({"r", "theta_d_length", "save_indices"}),
-    unused=frozenset({"proj_seed", "init_theta_d_bound", "unilora_dropout", "init_weights"}),
+    fields=(
+        *("r", "theta_d_length", "save_indices", "proj_seed", "init_theta_d_bound"),
+        *("unilora_dropout",),
+    ),
     refused=(
         "save_indices",
         False,
@@ -359,8 +359,10 @@ TINYLORA = AdapterType(
     shapes=_tinylora_shapes,
     factors=_tinylora_factors,
     rank=lambda layer: layer.size("A", 0),
-    fields=frozenset({"r", "u", "weight_tying", "projection_seed", "save_projection"}),
-    unused=frozenset({"tinylora_dropout", "init_weights", "init_v_bound"}),
+    fields=(
+        *("r", "u", "weight_tying", "projection_seed", "save_projection", "tinylora_dropout"),
+        *("init_v_bound",),
+    ),
     refused=(
         "save_projection",
         False,
@@ -419,12 +421,9 @@ FROD = AdapterType(
     weight=_weight,
     by_rows=False,
     integers=frozenset({"places", "size"}),
-    fields=frozenset({"save_projection"}),
-    unused=frozenset(
-        {
-            *("frod_dropout", "init_weights", "progressbar", "projection_prng_key", "sparse_rate"),
-            *("regularization_alpha", "runtime_offload_base_weight"),
-        }
+    fields=(
+        *("save_projection", "frod_dropout", "progressbar", "projection_prng_key", "sparse_rate"),
+        *("regularization_alpha", "runtime_offload_base_weight"),
     ),
     refused=(
         "save_projection",

@@ -40,8 +40,7 @@ C3A = AdapterType(
     ends={".c3a_kernel": "kernel"},
     shapes=_c3a_shapes,
     update=_c3a_update,
-    fields=frozenset({"block_size", "block_size_pattern"}),
-    unused=frozenset({"init_weights"}),
+    fields=("block_size", "block_size_pattern"),
 )
 
 
@@ -83,8 +82,7 @@ FOURIERFT = AdapterType(
     shapes=_fourierft_shapes,
     update=_fourierft_update,
     by_rows=False,
-    fields=frozenset({"scaling", "random_loc_seed", "n_frequency", "n_frequency_pattern"}),
-    unused=frozenset({"init_weights"}),
+    fields=("scaling", "random_loc_seed", "n_frequency", "n_frequency_pattern"),
 )
 
 
@@ -171,13 +169,10 @@ WAVEFT = AdapterType(
     shapes=_waveft_shapes,
     update=_waveft_update,
     by_rows=False,
-    fields=frozenset(
-        {
-            *("scaling", "random_loc_seed", "n_frequency", "n_frequency_pattern"),
-            *("use_idwt", "wavelet_family", "proportional_parameters"),
-        }
+    fields=(
+        *("scaling", "random_loc_seed", "n_frequency", "n_frequency_pattern", "use_idwt"),
+        *("wavelet_family", "proportional_parameters"),
     ),
-    unused=frozenset({"init_weights"}),
 )
 
 
@@ -231,8 +226,7 @@ MISS = AdapterType(
     ends={".miss_block": "block", ".bone_block": "block"},
     shapes=_miss_shapes,
     weight=_weight,
-    fields=frozenset({"r", "mini_r", "init_weights"}),
-    unused=frozenset({"miss_dropout"}),
+    fields=("r", "mini_r", "miss_dropout"),
 )
 
 TYPES = (C3A, FOURIERFT, MISS, WAVEFT)

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from covmerge.base.types import TensorHeader
+from covmerge.files.checkpoints.json_file import as_list, as_object
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.gptq import AWQ_SHIFTS, Grouped
@@ -286,17 +287,13 @@ def with_plain(settings: Mapping[str, Any], modules: Sequence[str]) -> dict[str,
     if method in ("gptq", "awq"):
         # GPTQModel's form, which vLLM reads for GPTQ too: `-:` and a regular expression of names. For AWQ,
         # GPTQModel reads this form only; AutoAWQ, transformers and vLLM read the list below.
-        given: object = settings.get("dynamic")
-        known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
         plain: dict[str, Any] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in modules}
-        settings = {**settings, "dynamic": {**plain, **known}}
+        settings = {**settings, "dynamic": {**plain, **as_object(settings.get("dynamic"))}}
     if method == "gptq":
         return dict(settings)
     if method == "auto-round":  # AutoRound says of each layer what differs, and 16 bits are plain
-        given = settings.get("extra_config")
-        known = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+        known = as_object(settings.get("extra_config"))
         return {**settings, "extra_config": {**known, **{name: {"bits": 16} for name in modules}}}
     key = _OTHER_NAME if _OTHER_NAME in settings else FORMATS[method].plain_modules
-    given = settings.get(key)
-    named = [str(n) for n in cast("list[object]", given)] if isinstance(given, list) else []
+    named = map(str, as_list(settings.get(key)))
     return {**settings, key: list(dict.fromkeys((*named, *modules)))}
