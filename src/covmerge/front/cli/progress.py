@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted
 from covmerge.front.cli.console import format_seconds, printable, stderr
-from covmerge.plan.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
 

@@ -11,21 +11,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import ResourceError
+from covmerge.base.errors import InputError, ResourceError
+from covmerge.base.settings import Hint
+from covmerge.base.sizes import format_size
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.plan.planning.forms import Place
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import format_size
 
 
 class Output(Protocol):
     """A destination of results, which arrive in any order."""
-
-    @property
-    def in_files(self) -> bool:
-        """Whether a pickled copy of this object in another process writes to the same place."""
-        ...
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
         """Store each tensor at its place, and return a checksum of all tensors."""
@@ -38,8 +34,6 @@ class Output(Protocol):
 
 class MemoryOutput:
     """An output in memory: tensors by part and name."""
-
-    in_files = False
 
     def __init__(self, parts: Mapping[str, Sequence[TensorHeader]]) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {
@@ -66,8 +60,6 @@ class MemoryOutput:
 class FileOutput:
     """An output in files: rows at their places in the files of each part."""
 
-    in_files = True
-
     def __init__(self, writers: Mapping[str, ShardWriter]) -> None:
         self._writers = writers
 
@@ -89,8 +81,6 @@ class FileOutput:
 class NoOutput:
     """An output that drops the rows, for comparisons that write no models."""
 
-    in_files = True
-
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
         """Drop the tensors."""
         del places, tensors
@@ -100,6 +90,12 @@ class NoOutput:
         """Return no checksum: nothing is stored."""
         del places
         return ""
+
+
+def check_shareable(outputs: Sequence[Output], among: str, setting: Hint) -> None:
+    """Raise if an output is in memory, where the copy of it in another process writes to another place."""
+    if any(isinstance(output, MemoryOutput) for output in outputs):
+        raise InputError(f"a merge in memory cannot be shared by {among}: leave out {setting}")
 
 
 @dataclass(frozen=True)
