@@ -111,7 +111,6 @@ def _merged(recipe: Recipe, out: Path, options: RunOptions) -> MergeResult:
 
 
 def _say_published(result: MergeResult, out: Path, *, as_json: bool) -> None:
-    """Print that another process has published the output."""
     place = str(address_of(out) or out)
     if as_json:
         print_json({"path": place, "run": dict(result.run), "notes": list(result.notes)})
@@ -280,7 +279,6 @@ def _is_taken(folder: Path, options: RunOptions) -> bool:
 
 
 def _models(recipe: Recipe) -> list[str]:
-    """Return the models that a recipe reads, as the recipe names them."""
     experts = [expert.source for expert in recipe.experts.values()]
     return [*(() if recipe.base is None else (recipe.base,)), *experts]
 

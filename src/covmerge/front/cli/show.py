@@ -295,7 +295,6 @@ def _what(recipe: Recipe) -> str:
 
 
 def _weights(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the weights of several experts."""
     weights = {name: expert.weight for name, expert in recipe.experts.items()}
     if all(weight == 1.0 for weight in weights.values()):
         return [("weights", "1 each")] if len(weights) > 1 else []

@@ -106,7 +106,6 @@ class Sharing(Generic[_Found]):
                     self._failure = gone
 
     def _work(self) -> None:
-        """What one thread does until all is known."""
         while True:
             self._hear()
             if len(self._found) == len(self._names):
@@ -126,7 +125,6 @@ class Sharing(Generic[_Found]):
             self._do_one(index)
 
     def _unclaimed_one(self) -> int | None:
-        """Claim what nobody has."""
         with self._claiming:
             return next(self._unclaimed, None)
 
@@ -145,7 +143,6 @@ class Sharing(Generic[_Found]):
         self._note(index, found, self._session.who)
 
     def _hear(self) -> None:
-        """Note what other ranks say they have found."""
         for who, record in self._session.heard(self._stage):
             try:
                 index = self._names.index(record.get("of", ""))
