@@ -272,7 +272,6 @@ class Cluster(Executor):
         self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
-        del base
         given = (self._key, [self._opening], file_check)
         tasks: _Tasks[str] = _reading(self._ray, _read, given, "read '{}'".format, _CORES_A_FILE)
         found = tasks.all(sizes)

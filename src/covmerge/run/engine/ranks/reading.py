@@ -243,7 +243,6 @@ class SharedHashing(Sharing[str]):
 
 def _checked(name: str, found: Json) -> str:
     """The hash that another rank has found."""
-    del name
     if not isinstance(found, str) or not _HASH.fullmatch(found):
         raise ValueError("it is no hash")
     return found
