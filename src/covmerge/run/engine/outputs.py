@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from covmerge.base.errors import InputError, ResourceError
-from covmerge.base.settings import Hint
+from covmerge.base.errors import ResourceError
 from covmerge.base.sizes import format_size
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.writer import ShardWriter
@@ -87,10 +86,9 @@ class NoOutput:
         return ""
 
 
-def check_shareable(outputs: Sequence[Output], among: str, setting: Hint) -> None:
-    """Raise if an output is in memory, where the copy of it in another process writes to another place."""
-    if any(isinstance(output, MemoryOutput) for output in outputs):
-        raise InputError(f"a merge in memory cannot be shared by {among}: leave out {setting}")
+def in_memory(outputs: Sequence[Output]) -> bool:
+    """Return whether an output is in memory: the copy of it in another process writes elsewhere."""
+    return any(isinstance(output, MemoryOutput) for output in outputs)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from covmerge.run.engine.executor import (
 )
 from covmerge.run.engine.hashing import WeightsCheck
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.outputs import check_shareable
+from covmerge.run.engine.outputs import in_memory
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
 
@@ -80,7 +80,10 @@ class Processes(Executor):
             ResourceError: two processes died over one batch, or while they sent their counters.
             InputError: a process could not start, or the output is in memory.
         """
-        check_shareable(task.outputs, "processes", Hint("workers"))
+        if in_memory(task.outputs):
+            raise InputError(
+                f"a merge in memory cannot be shared by processes: leave out {Hint('workers')}"
+            )
         ordered = largest_first(batches, _size, within=_LOOK_AHEAD)
         stage = _Stage(ordered, replace(task, sources=Sources({})))
         self._threads = torch.get_num_threads()

@@ -38,7 +38,7 @@ from covmerge.run.engine.executor import (
 )
 from covmerge.run.engine.hashing import Contents, Hashes, Hashing, WeightsCheck, in_order, to_share
 from covmerge.run.engine.inputs import Sources
-from covmerge.run.engine.outputs import check_shareable
+from covmerge.run.engine.outputs import in_memory
 from covmerge.run.engine.worker import check_there, cores_of, serve
 
 _RETRIES = 3  # of a task whose process or node was lost
@@ -228,7 +228,10 @@ class Cluster(Executor):
         Raises:
             ResourceError: no node is large enough for an item, or its tasks were lost again and again.
         """
-        check_shareable(task.outputs, "machines", Hint("executor", "ray"))
+        if in_memory(task.outputs):
+            raise InputError(
+                f"a merge in memory cannot be shared by machines: leave out {Hint('executor', 'ray')}"
+            )
         ray, threads = self._ray, torch.get_num_threads()
         setup = ray.put(Setup(replace(task, sources=Sources({})), threads, caller_now()))
         cores = int(ray.cluster_resources().get("CPU", 1))
