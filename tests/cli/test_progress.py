@@ -3,10 +3,11 @@ import io
 import pytest
 from rich.console import Console
 
+from covmerge.base.sizes import format_size
 from covmerge.front import api
 from covmerge.front.cli.console import format_seconds
 from covmerge.front.cli.progress import BytesProgress, ScoringProgress
-from covmerge.plan.recipe import format_size, parse_recipe
+from covmerge.plan.recipe import parse_recipe
 from tests.cli.runs import save_plain
 
 

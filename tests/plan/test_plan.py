@@ -9,11 +9,12 @@ import torch
 
 import covmerge
 from covmerge.base.memory import Memory
+from covmerge.base.sizes import format_size
 from covmerge.base.types import Role
 from covmerge.errors import InputError, RecipeError, ResourceError, TensorError
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.planning.operations import Copy, Merge
-from covmerge.plan.recipe import format_size, parse_recipe
+from covmerge.plan.recipe import parse_recipe
 from covmerge.run.engine.budget import plan_memory
 from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.global_pass import global_pass_bytes

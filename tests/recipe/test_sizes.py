@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from covmerge.base.sizes import format_size, parse_size
 from covmerge.errors import RecipeError
-from covmerge.plan.recipe import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ class OutputFiles:
                     check_rope(base)
                 of_weights = ConfigChanges(changes.dtype, quantisation=changes.quantisation)
                 write_config(store, base.config, of_weights)
-                self._copied = self._copied.with_config(CONFIG, held=base.is_held)
+                self._copied = self._copied.with_config(held=base.is_held)
         self._files += self._copied.copied
 
     def finish(

@@ -390,7 +390,6 @@ def _step(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _unrounded(item: WorkItem) -> WorkItem:
-    """Return the work item with its result in float64."""
     output = item.tensor.output
     header = TensorHeader(output.name, output.shape, torch.float64)
     unrounded = replace(item, tensor=replace(item.tensor, output=header, form=ModelTensor()))

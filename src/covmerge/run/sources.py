@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -68,10 +68,10 @@ class OpenCheckpoints:
 
     base: Checkpoint
     experts: Mapping[str, Checkpoint]
-    statistics: Mapping[str, StatisticsFile] = field(default_factory=dict[str, StatisticsFile])
-    views: Views = field(default_factory=Views)
-    text: Text = field(default_factory=Text)
-    adapters: Mapping[str, AdapterCheckpoint] = field(default_factory=dict[str, AdapterCheckpoint])
+    statistics: Mapping[str, StatisticsFile]
+    views: Views
+    text: Text
+    adapters: Mapping[str, AdapterCheckpoint]
     adapted: bool = False
 
     def all(self) -> Iterator[tuple[str, Checkpoint]]:

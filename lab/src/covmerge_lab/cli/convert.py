@@ -23,7 +23,7 @@ def convert(
 
     covmerge convert nonlinear_finetuned.pt mnist.safetensors
     """
-    from covmerge.plan.recipe import format_size
+    from covmerge.base.sizes import format_size
     from covmerge_lab.module_file import read_weights, save_weights
 
     if out.exists() and not overwrite:

@@ -100,7 +100,6 @@ def root(
     ] = False,
 ) -> None:
     """Options that need no command."""
-    del version  # its callback has already run
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from covmerge.base.errors import InputError
-from covmerge.base.sizes import format_size
+from covmerge.base.sizes import format_size, parse_size
 from covmerge.front.cli import options
 from covmerge.front.cli.console import (
     format_seconds,
@@ -138,7 +138,6 @@ def collect(
     covmerge collect ./base base.covstats.safetensors --inputs random
     """
     from covmerge.front.cli.progress import ExamplesProgress
-    from covmerge.plan.recipe import parse_size
     from covmerge.plan.statistics import collect as collect_one
     from covmerge.run.engine.devices import usable_device
 

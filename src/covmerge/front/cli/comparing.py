@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from covmerge.base.errors import CheckFailed
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted
 from covmerge.front.cli.console import NOTE, WARNING, facts, format_seconds, printable, say, table
-from covmerge.plan.recipe import format_size
 from covmerge.plan.recipe.search import Value
 from covmerge.run.comparison import Comparison
 from covmerge.run.scoring.table import (

@@ -27,7 +27,6 @@ _PAIRS = {
     "statistics": "code=c.covstats.safetensors",
     "tensors": "embeddings=base",
 }
-_ALONE = ("base", "method", "tokenizer", "before", "after", "dtype", "allow")
 # Keys of a recipe's `run`, with the names of their flags; the first three may have several values.
 _OF_RUN = {
     "last": "last",
@@ -234,9 +233,7 @@ def _laid_over(said: Mapping[str, Any], flags: Mapping[str, Any], file: Path | N
     sources = pairs("--expert", flags.get("experts", ()), "code=./code").items()
     data["experts"] = {**data["experts"], **{name: {"source": source} for name, source in sources}}
     _set_method(data, flags, file)
-    settings = {
-        name: flags[name] for name in (*_ALONE, *_OF_OUTPUT, "shard_size") if flags.get(name)
-    }
+    settings = {name: value for name, value in flags.items() if value and name not in _OF_RUN}
     for name, example in _PAIRS.items():
         read = _values if name == "weights" else pairs
         settings[name] = read(flag_of(name), flags.get(name, ()), example)

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from covmerge.base.findings import Severity, by_text
 from covmerge.base.settings import PREFERRED
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted
 from covmerge.front.cli.console import facts, format_seconds, printable, table
 from covmerge.maths.covariance.estimate import Statistic
-from covmerge.plan.recipe import format_size
 from covmerge.run.inspection.result import Inspection, LayerView, root_mean_square
 from covmerge.run.judgement.layers import block_of, kind_of
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from covmerge.base.errors import InputError
+from covmerge.base.sizes import format_size
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_manifest
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.checkpoints.staging import (
@@ -29,7 +30,7 @@ from covmerge.front.cli.machine import measure_speed
 from covmerge.front.cli.progress import BytesProgress
 from covmerge.front.cli.show import plan_summary, show_plan, show_result
 from covmerge.front.reporting.job import FILE_NAME, ReportJob, check_packages, write_html
-from covmerge.plan.recipe import Recipe, differing, dump_recipe, format_size
+from covmerge.plan.recipe import Recipe, differing, dump_recipe
 from covmerge.run.engine.options import RunOptions
 from covmerge.run.engine.outputs import room_for
 from covmerge.run.recompute import check_sources, sources_of
@@ -110,7 +111,6 @@ def _merged(recipe: Recipe, out: Path, options: RunOptions) -> MergeResult:
 
 
 def _say_published(result: MergeResult, out: Path, *, as_json: bool) -> None:
-    """Print that another process has published the output."""
     place = str(address_of(out) or out)
     if as_json:
         print_json({"path": place, "run": dict(result.run), "notes": list(result.notes)})
@@ -279,7 +279,6 @@ def _is_taken(folder: Path, options: RunOptions) -> bool:
 
 
 def _models(recipe: Recipe) -> list[str]:
-    """Return the models that a recipe reads, as the recipe names them."""
     experts = [expert.source for expert in recipe.experts.values()]
     return [*(() if recipe.base is None else (recipe.base,)), *experts]
 

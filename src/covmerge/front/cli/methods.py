@@ -77,7 +77,6 @@ def _show_list(methods: Registry[Method], steps: Registry[Step]) -> None:
 
 
 def _from(registry: Registry[Any], shown: Method | Step) -> str:
-    """Return the paper or the package that a method or a step is from."""
     if shown.reference is not None:
         return f"arXiv:{shown.reference.arxiv}"
     origin = registry.origin(shown.name)

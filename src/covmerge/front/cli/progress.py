@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted
 from covmerge.front.cli.console import format_seconds, printable, stderr
-from covmerge.plan.recipe import format_size
 
 _LINE_EVERY = 10.0  # seconds
 
@@ -72,7 +72,6 @@ class BytesProgress(_Display):
     _resumed = 0
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        """Count finished bytes."""
         self._done += size
         self._resumed += size if resumed else 0
         self._show(self._line(what))
@@ -96,12 +95,10 @@ class ExamplesProgress(_Display):
     first = "running"
 
     def advance(self, count: int) -> None:
-        """Count finished examples."""
         self._done += count
         self._show(self.line())
 
     def line(self) -> str:
-        """Return how many examples are done, their rate, and the time left."""
         of = "" if self._total is None else f" of {self._total}"
         parts = [f"{self._done}{of} examples"]
         elapsed = self._elapsed
@@ -121,7 +118,6 @@ class ScoringProgress(_Display):
     _label_now = ""
 
     def start(self, total: int | None) -> None:
-        """Show the empty bar and start the clock."""
         self.started = True
         super().start(total)
 
@@ -136,7 +132,6 @@ class ScoringProgress(_Display):
         self._done += 1
 
     def line(self) -> str:
-        """Return how many models are scored, which one is being scored, and the time left."""
         total = self._total or 0
         now = f"scoring {printable(self._label_now)}: " if self._done < total else ""
         parts = [f"{now}{self._done} of {counted(total, 'model')} scored"]

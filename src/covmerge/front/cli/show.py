@@ -12,6 +12,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from covmerge.base.settings import UNNAMED_NOTE
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted, some, spread
 from covmerge.files.checkpoints.base import PEFT_FORM
 from covmerge.files.checkpoints.folder import read_config
@@ -31,7 +32,7 @@ from covmerge.front.cli.machine import Speed
 from covmerge.front.scoring import score_command
 from covmerge.maths.methods.mergekit import called
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import Recipe, dump_recipe, format_size
+from covmerge.plan.recipe import Recipe, dump_recipe
 from covmerge.run.engine.budget import MemoryPlan
 from covmerge.run.engine.entries import rounding_said
 from covmerge.run.engine.outputs import Room
@@ -294,7 +295,6 @@ def _what(recipe: Recipe) -> str:
 
 
 def _weights(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the weights of several experts."""
     weights = {name: expert.weight for name, expert in recipe.experts.items()}
     if all(weight == 1.0 for weight in weights.values()):
         return [("weights", "1 each")] if len(weights) > 1 else []

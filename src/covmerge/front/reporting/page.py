@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from covmerge.base.diagnostics import summarise
 from covmerge.base.findings import Finding, Severity, by_text
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted, some
 from covmerge.front.reporting.data import Report
 from covmerge.front.reporting.style import number, quoted, share
@@ -17,7 +18,6 @@ from covmerge.maths.methods import registry
 from covmerge.maths.methods.mergekit import called
 from covmerge.maths.steps import registry as steps
 from covmerge.plan.planning.varied import shown_parameters
-from covmerge.plan.recipe import format_size
 from covmerge.run.engine.entries import account_of_losses, rounding_said
 
 RETENTION = (

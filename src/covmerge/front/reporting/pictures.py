@@ -95,7 +95,6 @@ def _attributes(element: Element, name: str, used: set[str]) -> Iterator[tuple[s
 
 
 def _style(value: str) -> str:
-    """Return a style with the page's colours and fonts."""
     parts = [part.strip() for part in value.split(";")]
     style = "; ".join(part for part in parts if part and not part.startswith("font-family"))
     for name, colour in COLOURS.items():

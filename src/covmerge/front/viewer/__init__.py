@@ -156,7 +156,6 @@ def _part(name: str) -> str:
 
 
 def _colours() -> str:
-    """Return CSS with the report's colours, for light and dark backgrounds."""
     light = " ".join(f"--{name}: {colour.light};" for name, colour in COLOURS.items())
     dark = " ".join(f"--{name}: {colour.dark};" for name, colour in COLOURS.items())
     return (

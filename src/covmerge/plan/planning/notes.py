@@ -219,13 +219,8 @@ def _of_experts(
     """Yield notes on how experts differ from the base, and on tensors that are left out."""
     for name, alignment in alignments.items():
         yield from (f"expert '{name}': {note}" for note in models[name].checkpoint.notes)
-        dtypes = {
-            str(models[name].dtype(found)).removeprefix("torch.")
-            for base_name, found in alignment.names.items()
-            if models[name].dtype(found) != base.headers[base_name].dtype
-        }
-        if dtypes:
-            yield f"expert '{name}' stores {', '.join(sorted(dtypes))} where the base stores another dtype"
+        if dtypes := other_dtypes(base, models[name], alignment):
+            yield f"expert '{name}' {dtypes}"
         if alignment.missing:
             yield f"expert '{name}' lacks {counted(len(alignment.missing), 'tensor')} of the base"
         for resized, rows in alignment.resized.items():
@@ -237,3 +232,15 @@ def _of_experts(
             left_out = [n for n, why in alignment.ignored.items() if why == reason]
             count = counted(len(left_out), "tensor")
             yield f"expert '{name}': {count} left out, {reason} ({left_out[0]}, ...)"
+
+
+def other_dtypes(base: Model, expert: Model, found: Alignment) -> str:
+    """Say in which dtypes an expert stores tensors that the base stores in others; "": there is none."""
+    dtypes = {
+        str(expert.dtype(theirs)).removeprefix("torch.")
+        for name, theirs in found.names.items()
+        if expert.dtype(theirs) != base.headers[name].dtype
+    }
+    return (
+        f"stores {', '.join(sorted(dtypes))} where the base stores another dtype" if dtypes else ""
+    )

@@ -95,7 +95,6 @@ def _read_as(recipe: Recipe, config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _as_base(base: Checkpoint) -> Quantisation:
-    """Return the base's quantised form, or raise if it cannot be written."""
     stored = base.quantisation
     if stored is None:
         raise RecipeError(

@@ -143,12 +143,7 @@ class WorkItem:
         too thin to share a product among cores. The answer depends only on the shape, never on
         other work, because the number of threads decides how sums are rounded.
         """
-        return device.type == "cpu" and (self.thin or self.is_small)
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the item's rows are too few to keep a large device busy."""
-        return prod(self.shape) <= _NARROW_ELEMENTS
+        return device.type == "cpu" and (self.thin or prod(self.shape) <= _NARROW_ELEMENTS)
 
     @property
     def shape(self) -> tuple[int, ...]:

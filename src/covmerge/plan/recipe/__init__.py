@@ -1,6 +1,5 @@
 """Recipes: what to merge, by which method, and what to do with each tensor."""
 
-from covmerge.base.sizes import format_size, parse_size
 from covmerge.plan.recipe.load import differing, dump_recipe, lay_over, load_recipe, parse_recipe
 from covmerge.plan.recipe.parts import read_call
 from covmerge.plan.recipe.schema import (
@@ -26,12 +25,10 @@ __all__ = [
     "TokenizerRules",
     "differing",
     "dump_recipe",
-    "format_size",
     "json_schema",
     "lay_over",
     "load_recipe",
     "output_as",
     "parse_recipe",
-    "parse_size",
     "read_call",
 ]

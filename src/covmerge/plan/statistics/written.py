@@ -373,12 +373,10 @@ def _stated_ends(model: RunningModel, tokenizer: Any) -> tuple[list[int], str]:
 
 
 def _rows_of(model: RunningModel) -> int:
-    """Return the number of tokens of a text model."""
     return model.whole.get_input_embeddings().num_embeddings
 
 
 def _words_of(tokenizer: Any) -> dict[int, str]:
-    """Return the word of each token."""
     found: dict[str, int] = tokenizer.get_vocab()
     return {number: word for word, number in found.items()}
 

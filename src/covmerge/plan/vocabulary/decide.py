@@ -66,7 +66,7 @@ class Text:
         base = self.tables.get(None)
         if self.vocabulary is None or base is None or base.names.isdisjoint(names):
             return
-        if not self.vocabulary.keeps(None, base.rows):
+        if not self.vocabulary.keeps_base(base.rows):
             raise InputError(
                 "masks are laid over the base's own rows (covmerge.load_expert), and `tokenizer` gives it "
                 "others: leave embeddings and head to the base by "
@@ -276,7 +276,7 @@ def _check_adapter(name: str, adapter: Checkpoint, base: Tables, decided: Vocabu
     prefixes = [base.prefix] if base.prefix else []
     held = {*adapter.low_rank, *adapter.headers}
     touched = [n for n in sorted(base.names) if find_name(n, prefixes, held) is not None]
-    if touched and not decided.keeps(None, base.rows):
+    if touched and not decided.keeps_base(base.rows):
         raise InputError(
             f"expert '{name}' ({adapter.source}) is an adapter that updates '{touched[0]}', whose rows are "
             f"other tokens in the output: {_folded(name)}"

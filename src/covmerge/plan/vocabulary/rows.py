@@ -142,9 +142,9 @@ class Vocabulary:
             key for key, rows in self.given.items() if key is not None and bool((rows >= 0).any())
         )
 
-    def keeps(self, source: str | None, rows: int) -> bool:
-        """Return whether a source's embeddings with this number of rows are the same as stored."""
-        return rows == self.rows and torch.equal(self.source_rows[source], torch.arange(rows))
+    def keeps_base(self, rows: int) -> bool:
+        """Return whether the base's embeddings with this number of rows are the same as stored."""
+        return rows == self.rows and torch.equal(self.source_rows[None], torch.arange(rows))
 
     def as_json(self) -> dict[str, Json]:
         """Return the facts for covmerge.json, with a hash of tokens and rows."""

@@ -12,8 +12,8 @@ import torch
 from covmerge.base.errors import ResourceError
 from covmerge.base.memory import allowance
 from covmerge.base.settings import Hint
+from covmerge.base.sizes import format_size
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import held_together
 from covmerge.run.engine.selection import counters_of
 from covmerge.run.engine.transfer import pinned_bytes

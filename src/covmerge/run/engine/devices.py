@@ -12,8 +12,8 @@ import torch
 
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
+from covmerge.base.sizes import format_size
 from covmerge.plan.planning.work import WorkItem
-from covmerge.plan.recipe import format_size
 from covmerge.run.engine.executor import Batch
 
 AUTO_DEVICE = "auto"

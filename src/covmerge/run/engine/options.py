@@ -12,8 +12,8 @@ import torch
 
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint
+from covmerge.base.sizes import format_size
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import format_size
 from covmerge.plan.statistics import Progress as Collecting
 from covmerge.run.engine.budget import MemoryPlan, plan_memory
 from covmerge.run.engine.cluster.executor import CLIENT_HOLDS, Cluster

@@ -12,20 +12,15 @@ import torch
 from torch import Tensor
 
 from covmerge.base.errors import ResourceError
+from covmerge.base.sizes import format_size
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.writer import ShardWriter
 from covmerge.plan.planning.forms import Place
 from covmerge.plan.planning.types import Plan
-from covmerge.plan.recipe import format_size
 
 
 class Output(Protocol):
     """A destination of results, which arrive in any order."""
-
-    @property
-    def in_files(self) -> bool:
-        """Whether a pickled copy of this object in another process writes to the same place."""
-        ...
 
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
         """Store each tensor at its place, and return a checksum of all tensors."""
@@ -38,8 +33,6 @@ class Output(Protocol):
 
 class MemoryOutput:
     """An output in memory: tensors by part and name."""
-
-    in_files = False
 
     def __init__(self, parts: Mapping[str, Sequence[TensorHeader]]) -> None:
         self.tensors: dict[str, dict[str, Tensor]] = {
@@ -59,14 +52,11 @@ class MemoryOutput:
 
     def read_back(self, places: Sequence[Place]) -> str:
         """Return no checksum: memory does not survive the process."""
-        del places
         return ""
 
 
 class FileOutput:
     """An output in files: rows at their places in the files of each part."""
-
-    in_files = True
 
     def __init__(self, writers: Mapping[str, ShardWriter]) -> None:
         self._writers = writers
@@ -89,17 +79,16 @@ class FileOutput:
 class NoOutput:
     """An output that drops the rows, for comparisons that write no models."""
 
-    in_files = True
-
     def write(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> str:
-        """Drop the tensors."""
-        del places, tensors
         return ""
 
     def read_back(self, places: Sequence[Place]) -> str:
-        """Return no checksum: nothing is stored."""
-        del places
         return ""
+
+
+def in_memory(outputs: Sequence[Output]) -> bool:
+    """Return whether an output is in memory: the copy of it in another process writes elsewhere."""
+    return any(isinstance(output, MemoryOutput) for output in outputs)
 
 
 @dataclass(frozen=True)

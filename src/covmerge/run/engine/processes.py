@@ -38,6 +38,7 @@ from covmerge.run.engine.executor import (
 )
 from covmerge.run.engine.hashing import WeightsCheck
 from covmerge.run.engine.inputs import Sources
+from covmerge.run.engine.outputs import in_memory
 from covmerge.run.engine.thread_count import use_threads
 from covmerge.run.engine.threads import Threads
 
@@ -79,7 +80,7 @@ class Processes(Executor):
             ResourceError: two processes died over one batch, or while they sent their counters.
             InputError: a process could not start, or the output is in memory.
         """
-        if task.outputs and not all(output.in_files for output in task.outputs):
+        if in_memory(task.outputs):
             raise InputError(
                 f"a merge in memory cannot be shared by processes: leave out {Hint('workers')}"
             )

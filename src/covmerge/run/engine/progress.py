@@ -92,7 +92,6 @@ class _Called:
         self._done, self._total = 0, total
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        del resumed
         self._done += size
         self._function(self._done, self._total, what)
 
@@ -110,7 +109,6 @@ class _Bars:
         self._bar = self._make(total=total, unit="B", unit_scale=True)
 
     def advance(self, what: str, size: int, *, resumed: bool = False) -> None:
-        del what, resumed
         self._bar.update(size)
 
     def finish(self) -> None:

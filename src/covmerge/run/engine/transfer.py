@@ -126,7 +126,6 @@ class Transfer:
         self._recorded(buffer.read)
 
     def _begin(self, target: Tensor, host: Tensor) -> None:
-        """Begin a copy on the current stream."""
         target.copy_(host, non_blocking=True)
 
     def _arrival(self) -> Any:

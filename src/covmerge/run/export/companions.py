@@ -12,6 +12,7 @@ from typing import BinaryIO
 from covmerge.base.errors import CheckpointError
 from covmerge.base.text import matches_any
 from covmerge.files.checkpoints.base import check_unchanged
+from covmerge.files.checkpoints.folder import CONFIG
 from covmerge.files.checkpoints.json_file import parse_object
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME
 from covmerge.files.checkpoints.modules import Folder, module_folders
@@ -67,13 +68,13 @@ class Companions:
     copied: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def with_config(self, name: str, *, held: bool) -> Companions:
+    def with_config(self, *, held: bool) -> Companions:
         """Return these companions with a config that was written although the base has no file of it.
 
         The base is held in memory; otherwise the config is made from its GGUF file.
         """
         said = (
-            f"{name} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
+            f"{CONFIG} is made of what the base's GGUF file says; its tokenizer, if it is not here, is "
             "made by transformers (AutoTokenizer.from_pretrained(FOLDER, gguf_file=FILE))"
         )
         if held:
@@ -84,7 +85,7 @@ class Companions:
         notes = [note for note in self.notes if note not in (_NOTHING, _NO_CONFIG)]
         if not (held and self.copied):  # the only file copied for a base in memory is a tokenizer
             notes.append(said)
-        return Companions((*self.copied, name), tuple(notes))
+        return Companions((*self.copied, CONFIG), tuple(notes))
 
 
 def hash_companions(source: Path | None) -> dict[str, str]:

@@ -121,12 +121,8 @@ class Parents:
     """The base and the experts of a merge, by their keys in reports, the base first."""
 
     by_key: Mapping[str, Parent]
+    licences: Mapping[str, Licence | None]  # None: it is unknown
     notes: tuple[str, ...]  # on their licences
-
-    @property
-    def licences(self) -> dict[str, Licence | None]:
-        """Return the licence of each parent; None if it is unknown."""
-        return {key: parent.licence for key, parent in self.by_key.items()}
 
 
 def read_parents(checkpoints: Iterable[tuple[str, Checkpoint]]) -> Parents:
@@ -143,7 +139,8 @@ def read_parents(checkpoints: Iterable[tuple[str, Checkpoint]]) -> Parents:
             notes.append(f"the licence of {key} could not be read: {error}")
         path = Path(checkpoint.source).expanduser().resolve()
         parents[key] = Parent(one_line(path.name) if hub is None else hub.name, hub, licence)
-    found = Parents(parents, ())
+    licences = {key: parent.licence for key, parent in parents.items()}
     # If no parent names a licence, as local folders rarely do, only the card says so, and no note is added.
-    of_licences = licence_notes(found.licences) if any(found.licences.values()) else ()
-    return replace(found, notes=(*notes, *of_licences))
+    if any(licences.values()):
+        notes += licence_notes(licences)
+    return Parents(parents, licences, tuple(notes))

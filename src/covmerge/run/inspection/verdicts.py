@@ -18,6 +18,7 @@ from covmerge.base.text import counted, some, spread
 from covmerge.files.tensors.describe import has_own_head
 from covmerge.plan.planning.align import Alignment, align, check_same_architecture
 from covmerge.plan.planning.models import Model
+from covmerge.plan.planning.notes import other_dtypes
 from covmerge.plan.planning.rules import Rules
 from covmerge.plan.recipe import Recipe
 from covmerge.plan.vocabulary.rows import rows_of
@@ -73,7 +74,8 @@ def check_headers(
         findings += _alignment(recipe, base, name, found)
         findings += _configs(base, name, model)
         findings += [Finding(Severity.NOTE, note, name) for note in model.checkpoint.notes]
-        findings += _dtypes(base, name, model, found)
+        if dtypes := other_dtypes(base, model, found):
+            findings.append(Finding(Severity.NOTE, dtypes, name))
     return findings, fitting
 
 
@@ -134,17 +136,6 @@ def _configs(base: Model, name: str, expert: Model) -> Iterator[Finding]:
             "model has the base's",
             name,
         )
-
-
-def _dtypes(base: Model, name: str, expert: Model, found: Alignment) -> Iterator[Finding]:
-    others = {
-        str(expert.dtype(theirs)).removeprefix("torch.")
-        for name, theirs in found.names.items()
-        if expert.dtype(theirs) != base.headers[name].dtype
-    }
-    if others:
-        text = f"stores {', '.join(sorted(others))} where the base stores another dtype"
-        yield Finding(Severity.NOTE, text, name)
 
 
 TWINS = 0.98  # cosine between two updates above which they are one expert given twice

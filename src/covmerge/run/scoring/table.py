@@ -160,7 +160,6 @@ class ScoreTable(Tabular):
         return self.tasks if column == self._free_name(MEAN) and len(self.tasks) > 1 else (column,)
 
     def _free_name(self, name: str) -> str:
-        """Return a column name that no task has."""
         while name in self.tasks:
             name = f"covmerge's {name}"
         return name

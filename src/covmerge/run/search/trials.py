@@ -190,7 +190,6 @@ def _suggested(handle: Any, mark: Mark) -> Value:
 
 
 def _trial(number: int | None, chosen: Mapping[str, Value], said: Mapping[str, Any]) -> Trial:
-    """Return a trial from the JSON of `Trial.as_json`."""
     scores = {str(task): score_of(score) for task, score in said["scores"].items()}
     return Trial(number, dict(chosen), scores or None, said["failed"], float(said["seconds"]))
 

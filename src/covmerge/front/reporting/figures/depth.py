@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from covmerge.base.sizes import format_size
 from covmerge.base.text import counted
 from covmerge.front.reporting.data import (
     STATISTICS,
@@ -24,7 +25,6 @@ from covmerge.front.reporting.figures import canvas
 from covmerge.front.reporting.grid import Panel, panels
 from covmerge.front.reporting.style import BLUE, INK, MUTED, ORANGE, RULE, share, shorten
 from covmerge.maths.covariance.estimate import Statistic
-from covmerge.plan.recipe import format_size
 from covmerge.run.judgement.layers import by_depth
 
 _LEFT, _TALL = 0.65, 1.1  # inches

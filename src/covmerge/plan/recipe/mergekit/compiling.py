@@ -47,11 +47,12 @@ def compile_mergekit(
         >>> ours["base"], ours["experts"], ours["parameters"]["weight"]
         (None, {'a': 'org/a', 'b': 'org/b'}, [1, 2])
     """
+    places = places or Places()
     if is_mergekit_moe(data):
         return compile_moe(data, origin, log, places)
     part = Part(data, (), origin, log)
     part.check_keys(_COMPILING_KEYS)
-    theirs = read_theirs(part, named(part), places or Places())
+    theirs = read_theirs(part, named(part), places)
     settings = [parameters(theirs, piece) for piece in theirs.pieces]
     if theirs.modular:
         settings = [_by_module(theirs, settings)]

@@ -47,14 +47,13 @@ def is_mergekit_moe(data: Mapping[str, Any]) -> bool:
 
 
 def compile_moe(
-    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places | None = None
+    data: Mapping[str, Any], origin: Origin, log: ImportLog, places: Places
 ) -> dict[str, Any]:
     """Return the recipe that makes the same model as mergekit-moe makes from its file.
 
     Attention, norms and embeddings come from the base.
     """
     part = Part(data, (), origin, log)
-    places = places or Places()
     part.check_keys(_KEYS)
     experts = part.parts("experts")
     shared = part.parts("shared_experts") if data.get("shared_experts") else []

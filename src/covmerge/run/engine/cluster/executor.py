@@ -18,11 +18,11 @@ import torch
 
 from covmerge.base.errors import InputError, ResourceError
 from covmerge.base.settings import Hint, caller_now, hints_for
+from covmerge.base.sizes import format_size
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, at_once
 from covmerge.plan.planning.operations import BASE
-from covmerge.plan.recipe import format_size
 from covmerge.run.engine.budget import PROCESS_HOLDS
 from covmerge.run.engine.cluster.connection import WORKER_CACHE, Opening, Setup, connect, ray_module
 from covmerge.run.engine.devices import check_room, usable_device
@@ -38,6 +38,7 @@ from covmerge.run.engine.executor import (
 )
 from covmerge.run.engine.hashing import Contents, Hashes, Hashing, WeightsCheck, in_order, to_share
 from covmerge.run.engine.inputs import Sources
+from covmerge.run.engine.outputs import in_memory
 from covmerge.run.engine.worker import check_there, cores_of, serve
 
 _RETRIES = 3  # of a task whose process or node was lost
@@ -227,7 +228,7 @@ class Cluster(Executor):
         Raises:
             ResourceError: no node is large enough for an item, or its tasks were lost again and again.
         """
-        if task.outputs and not all(output.in_files for output in task.outputs):
+        if in_memory(task.outputs):
             raise InputError(
                 f"a merge in memory cannot be shared by machines: leave out {Hint('executor', 'ray')}"
             )
@@ -274,7 +275,6 @@ class Cluster(Executor):
         self, sizes: Mapping[str, int], file_check: WeightsCheck, base: Checkpoint
     ) -> Mapping[str, Json]:
         """See `Executor.read_files`: by tasks, a file each, whose processes open the base themselves."""
-        del base
         given = (self._key, [self._opening], file_check)
         tasks: _Tasks[str] = _reading(self._ray, _read, given, "read '{}'".format, _CORES_A_FILE)
         found = tasks.all(sizes)

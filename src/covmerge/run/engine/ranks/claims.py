@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -12,6 +12,8 @@ from secrets import token_hex
 from covmerge.base.errors import InputError
 from covmerge.files.stores.disk import disk_errors
 from covmerge.files.stores.regular_file import open_raw
+from covmerge.run.engine.executor import own_first
+from covmerge.run.engine.ranks.rank import Rank
 
 _MOST_BYTES = 200  # of the name of a holding
 
@@ -36,30 +38,41 @@ class Holding:
         self._claims.mkdir(exist_ok=True)
         self._renew()
 
-    def take(self, index: int) -> bool:
-        """Claim an item that nobody has."""
-        return self._take(f"{self._stage}-{index}.0")
+    def unclaimed(
+        self, sizes: Mapping[int, int], rank: Rank, done: Container[int]
+    ) -> Iterator[int]:
+        """Claim items that nobody has, when asked for one more: the rank's share, then those of others."""
+        indexes = list(sizes)
+        for place in own_first(list(sizes.values()), rank.number, rank.world):
+            index = indexes[place]
+            if index not in done and self._take(f"{self._stage}-{index}.0"):
+                yield index
 
-    def take_left(self, index: int, is_there: Callable[[str], bool]) -> bool:
-        """Claim an item that nobody has, or whose holder is gone before it was done.
+    def left(
+        self, indexes: Iterable[int], done: Container[int], is_there: Callable[[str], bool]
+    ) -> Iterator[int]:
+        """Claim items that nobody has, or whose holder is gone before they were done.
 
         `is_there` says whether the rank that has a holding, by its name, will do what it has claimed.
         """
+        return (
+            index for index in indexes if index not in done and self._take_left(index, is_there)
+        )
+
+    def _take_left(self, index: int, is_there: Callable[[str], bool]) -> bool:
         # Looked up once: whose it is only changes when somebody takes it over.
         holder, before = self._holders.pop(index, None) or self._holder(index)
-        if not holder:
-            return self.take(index)
-        if is_there(holder):
+        if holder and is_there(holder):
             self._holders[index] = holder, before
             return False
         return self._take(f"{self._stage}-{index}.{before + 1}")
 
     def _holder(self, index: int) -> tuple[str, int]:
-        """The holding that has an item, and how many had it before; "" and 0 of one that none has."""
+        """The holding that has an item, and how many had it before; "" and -1 of one that none has."""
         name, before = "", -1
         while (found := self._read(f"{self._stage}-{index}.{before + 1}")) is not None:
             name, before = found, before + 1
-        return name, max(before, 0)
+        return name, before
 
     def _take(self, claim: str) -> bool:
         path = self._claims / claim

@@ -17,7 +17,7 @@ from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.journal import Entry
 from covmerge.files.stores.regular_file import read_regular
-from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together, own_first
+from covmerge.run.engine.executor import Batch, Done, Executor, Task, moved_together
 from covmerge.run.engine.hashing import Contents, Hashing, WeightsCheck
 from covmerge.run.engine.ranks.claims import Holding, settle, who_has
 from covmerge.run.engine.ranks.reading import SharedHashing, lead_reading
@@ -116,22 +116,18 @@ class Ranks:
 
     def _claimed(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items that nobody has; the executor comes back when it can take one more."""
-        indexes = list(stage.batches)
-        sizes = [moved_together(stage.batches[index]) for index in indexes]
-        rank = self._session.rank
-        for place in own_first(sizes, rank.number, rank.world):
-            index = indexes[place]
-            if index not in stage.done and holding.take(index):
-                self.done_here += 1
-                yield index, stage.batches[index]
+        sizes = {index: moved_together(batch) for index, batch in stage.batches.items()}
+        return self._taken(stage, holding.unclaimed(sizes, self._session.rank, stage.done))
 
     def _abandoned(self, stage: _Stage, holding: Holding) -> Iterator[tuple[int, Batch]]:
         """Claim items whose rank is gone before it had done them."""
         will_do_it = partial(self._will_do_it, stage)
-        for index, batch in stage.batches.items():
-            if index not in stage.done and holding.take_left(index, will_do_it):
-                self.done_here += 1
-                yield index, batch
+        return self._taken(stage, holding.left(stage.batches, stage.done, will_do_it))
+
+    def _taken(self, stage: _Stage, indexes: Iterable[int]) -> Iterator[tuple[int, Batch]]:
+        for index in indexes:
+            self.done_here += 1
+            yield index, stage.batches[index]
 
     def _will_do_it(self, stage: _Stage, holding: str) -> bool:
         """Whether who has an item is there, or has handed it over."""

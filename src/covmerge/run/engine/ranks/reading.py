@@ -15,7 +15,6 @@ from covmerge.base.threads import ThreadPool
 from covmerge.base.types import Json
 from covmerge.files.checkpoints.base import Checkpoint, Pace
 from covmerge.files.stores.store import Store
-from covmerge.run.engine.executor import own_first
 from covmerge.run.engine.hashing import (
     Contents,
     Hashes,
@@ -55,19 +54,19 @@ class Sharing(Generic[_Found]):
         self._session = session
         self._stage = stage
         self._names = list(sizes)
+        self._sizes = dict(enumerate(sizes.values()))
         self._do = do
         self._check = check
         self._found: dict[int, tuple[_Found, str]] = {}  # and by whom
         self._claiming = threading.Lock()
         self._stopped = False
         self._failure: BaseException | None = None
-        rank = session.rank
-        self._unclaimed = iter(own_first(list(sizes.values()), rank.number, rank.world))
         self._threads = threads
         self._pool = ThreadPool(threads, f"covmerge-{stage}")
 
     def __enter__(self) -> Self:
         self._holding = self._session.holding(self._stage, 0)
+        self._unclaimed = self._holding.unclaimed(self._sizes, self._session.rank, self._found)
         self._doing: list[Future[None]] = []
         try:
             for work in (self._work, *[self._help] * (self._threads - 1)):
@@ -107,7 +106,6 @@ class Sharing(Generic[_Found]):
                     self._failure = gone
 
     def _work(self) -> None:
-        """What one thread does until all is known."""
         while True:
             self._hear()
             if len(self._found) == len(self._names):
@@ -127,17 +125,12 @@ class Sharing(Generic[_Found]):
             self._do_one(index)
 
     def _unclaimed_one(self) -> int | None:
-        """Claim what nobody has."""
         with self._claiming:
-            for index in self._unclaimed:
-                if index not in self._found and self._holding.take(index):
-                    return index
-        return None
+            return next(self._unclaimed, None)
 
     def _left_one(self) -> int | None:
         """Claim what a rank had that is gone."""
-        left = (index for index in range(len(self._names)) if index not in self._found)
-        return next((i for i in left if self._holding.take_left(i, self._is_there)), None)
+        return next(self._holding.left(self._sizes, self._found, self._is_there), None)
 
     def _is_there(self, holding: str) -> bool:
         who = who_has(holding)
@@ -150,7 +143,6 @@ class Sharing(Generic[_Found]):
         self._note(index, found, self._session.who)
 
     def _hear(self) -> None:
-        """Note what other ranks say they have found."""
         for who, record in self._session.heard(self._stage):
             try:
                 index = self._names.index(record.get("of", ""))
@@ -251,7 +243,6 @@ class SharedHashing(Sharing[str]):
 
 def _checked(name: str, found: Json) -> str:
     """The hash that another rank has found."""
-    del name
     if not isinstance(found, str) or not _HASH.fullmatch(found):
         raise ValueError("it is no hash")
     return found
