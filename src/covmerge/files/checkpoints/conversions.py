@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -121,6 +122,19 @@ def converted(
             pieces = pieces or _pieces(to, group, base, known, inner)
             made.update({name: pieces[name] for name in missing if name in pieces})
     return made, by
+
+
+def names_in_memory(names: Iterable[str], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return names by what transformers calls them in memory; those that it does not rename are left out.
+
+    Example:
+        >>> names_in_memory(["text_model.norm.weight"], {"architectures": ["CLIPTextModel"]})
+        {'norm.weight': 'text_model.norm.weight'}
+    """
+    _, rules = _of_transformers(config)
+    renamed = _renamed(sorted(names), rules)
+    times = Counter(to for _, to in renamed)
+    return {to: name for name, to in renamed if name != to and times[to] == 1}
 
 
 def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:
