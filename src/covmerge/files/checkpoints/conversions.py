@@ -89,17 +89,21 @@ class _Group:
 
 
 def converted(
-    expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
+    expert: Mapping[str, Shape],
+    base: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    layout: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Assembly], str]:
     """Return how the expert's tensors make up the base's tensors that the expert has not by name.
 
-    The tensors have the base's names. The text is the origin of the rules, for notes.
+    The tensors have the base's names. The text is the origin of the rules, for notes. `layout` has the
+    rules of the expert's layout where its names do not tell it.
     """
     if base.keys() <= expert.keys():
         return {}, ""
     made = _of_weight_norms(expert, base)
     by, common = _of_transformers(config)
-    of_expert, of_base = (_rules(rules_for(names)) for names in (expert, base))
+    of_expert, of_base = _rules(layout or rules_for(expert)), _rules(rules_for(base))
     if not (common or of_expert or of_base):
         return made, by
     if of_expert or of_base:
