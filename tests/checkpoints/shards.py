@@ -27,6 +27,8 @@ def write_shards(rank: int, folder: str) -> None:
     """What one of four processes saves: rows, columns, both, copies; by DCP, and in files of its own."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
+    from torch.distributed._shard.sharded_tensor import Shard as Shard1
+    from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardMetadata
     from torch.distributed.checkpoint import HuggingFaceStorageWriter
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -58,7 +60,12 @@ def write_shards(rank: int, folder: str) -> None:
     spec = DTensorSpec(grid, (Shard(0), Shard(0)), TensorMeta(MATRIX.shape, (5, 1), MATRIX.dtype))
     spec.shard_order = (ShardOrderEntry(0, (1, 0)),)
     turned = DTensor(own["strided"].to_local(), spec, requires_grad=False)
-    own |= {"apart": apart, "turned": turned}
+    # As FSDP1 does, of four ranks the last with none of the rows.
+    rows = [(3 * n, part) for n, part in enumerate(MATRIX.chunk(3))][rank : rank + 1]
+    places = [ShardMetadata([at, 0], [*part.shape], f"rank:{rank}/cpu") for at, part in rows]
+    shards = [Shard1(part, place) for (_, part), place in zip(rows, places, strict=True)]
+    sharded = ShardedTensor._init_from_local_shards(shards, *MATRIX.shape)
+    own |= {"apart": apart, "turned": turned, "sharded": sharded}
     Path(f"{folder}-ranks").mkdir(exist_ok=True)
     plain = {"buffer": torch.arange(3), "count": torch.tensor(3)}
     torch.save({**own, **plain}, f"{folder}-ranks/model_world_size_4_rank_{rank}.pt")

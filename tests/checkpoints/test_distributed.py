@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,20 @@ def test_shards_of_four_processes(written: Path) -> None:
             **right,
             "apart": MATRIX,
             "turned": MATRIX,
+            "sharded": MATRIX,
             "buffer": torch.arange(3),
             "count": torch.tensor(3),
         },
     )
+    file = written / "shards-ranks" / "model_world_size_4_rank_0.pt"
+    with zipfile.ZipFile(file) as archive:
+        members = {entry: archive.read(entry) for entry in archive.namelist()}
+    with zipfile.ZipFile(file, "w") as archive:
+        for entry, data in members.items():
+            archive.writestr(entry, data.replace(b"shard_offsets", b"shard_0ffsets"))
+    said = advice("is a ShardedTensor without a shape or dtype, or with a shard that does not fit")
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(file.parent)
 
 
 def test_a_run_of_such_checkpoints_is_averaged(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """LoRA files of diffusion models, of Kohya's form and diffusers', beside what diffusers makes of them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -410,3 +411,47 @@ def test_a_scale_in_the_metadata_is_the_one_that_diffusers_loads(folder, tmp_pat
     model.unload_lora()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(merged[name], weight, rtol=1e-6, atol=1e-6)
+
+
+# Layers of the authors of Flux, SD3 and Wan, and what diffusers makes of each.
+OF_AUTHORS = {
+    "double_blocks.0.img_attn.qkv": [f"transformer_blocks.0.attn.to_{x}" for x in "qkv"],
+    "double_blocks.0.txt_mlp.2": ["transformer_blocks.0.ff_context.net.2"],
+    "single_blocks.1.linear1": [
+        *(f"single_transformer_blocks.1.attn.to_{x}" for x in "qkv"),
+        "single_transformer_blocks.1.proj_mlp",
+    ],
+    "joint_blocks.0.context_block.attn.qkv": [
+        f"transformer_blocks.0.attn.add_{x}_proj" for x in "qkv"
+    ],
+    "joint_blocks.0.context_block.adaLN_modulation.1": [
+        "transformer_blocks.0.norm1_context.linear"
+    ],
+    "blocks.0.self_attn.o": ["blocks.0.attn1.to_out.0"],
+    "blocks.0.cross_attn.k_img": ["blocks.0.attn2.add_k_proj"],
+    "blocks.0.ffn.2": ["blocks.0.ffn.net.2"],
+}
+
+
+@pytest.mark.parametrize("first", ["double|single", "joint", "blocks"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_names_of_a_transformers_authors(tmp_path, first, flat):
+    torch.manual_seed(0)
+    base, file, right = {"transformer_blocks.1.norm1.linear.weight": torch.randn(4, 8)}, {}, {}
+    for layer, parts in OF_AUTHORS.items():
+        if re.match(first, layer):
+            rows = [4 + 2 * part.endswith("mlp") for part in parts]
+            down, up = torch.randn(3, 8), torch.randn(sum(rows), 3)
+            updates = (up @ down / 3).split(rows)
+            for part, update in zip(parts, updates, strict=True):
+                base[f"{part}.weight"] = torch.randn(update.shape)
+                right[f"{part}.weight"] = base[f"{part}.weight"] + update
+            stem = f"lora_unet_{layer.replace('.', '_')}" if flat else f"diffusion_model.{layer}"
+            file |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up}
+            file[f"{stem}.alpha"] = torch.tensor(1.0)
+    save_file(file, tmp_path / "lora.safetensors")
+    experts = {"a": tmp_path / "lora.safetensors"}
+    result = covmerge.merge(base, experts, "average", allow=["not-a-fine-tune"])
+    assert any("are under the names of the model's authors" in note for note in result.notes)
+    for name, tensor in right.items():
+        torch.testing.assert_close(result.tensors[name], tensor, rtol=1e-6, atol=1e-6)

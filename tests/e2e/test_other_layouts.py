@@ -121,10 +121,6 @@ PARAMETRIZED = {
         lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
     ),
     "older spectral_norm": (utils.spectral_norm, utils.remove_spectral_norm),
-    "pruned": (
-        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-        lambda layer: prune.remove(layer, "weight"),
-    ),
 }
 
 
@@ -143,9 +139,7 @@ def test_a_weight_that_is_computed_is_never_left_to_the_base(name, tensors):
     make(expert[0])
     with torch.no_grad():
         expert[1].weight += 0.01
-    said = advice(
-        "pass the expert with plain weights, as remove_parametrizations, remove_spectral_norm or"
-    )
+    said = advice("pass the expert with plain weights, as remove_parametrizations or")
     with pytest.raises(TensorError, match=said):
         covmerge.merge(base, {"a": expert}, "average", tensors=tensors)
     undo(expert[0])
@@ -154,7 +148,7 @@ def test_a_weight_that_is_computed_is_never_left_to_the_base(name, tensors):
         torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["orthogonal", "spectral_norm", "older spectral_norm"])
+@pytest.mark.parametrize("name", PARAMETRIZED)
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.* is deprecated:FutureWarning")
 def test_weights_that_are_computed_on_both_sides_are_merged_plain(name):
     """A mean of what they are computed of is another weight: of spectral norms, one of any norm."""
@@ -177,6 +171,30 @@ def test_weights_that_are_computed_on_both_sides_are_merged_plain(name):
     found = covmerge.merge(base, experts, "average", allow=["not-a-fine-tune"]).tensors["0.weight"]
     right = (experts["a"][0].weight + experts["b"][0].weight).detach() / 2
     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("base_is_pruned", [False, True])
+def test_masks_of_pruning_are_applied(base_is_pruned):
+    """The mean of masks times the mean of what they mask is no weight of any model."""
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 30)) for _ in range(3)]
+    for model in models:
+        model.load_state_dict(models[0].state_dict())
+    for model in models[not base_is_pruned :]:
+        for parameter in model.parameters():
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        prune.random_unstructured(model[0], "weight", 0.3)
+        prune.random_unstructured(model[1], "bias", 0.1)
+    base, experts = models[0].state_dict(), dict(zip("ab", models[1:], strict=True))
+    result = covmerge.merge(base, experts, "average", allow=["not-a-fine-tune"])
+    assert any("2 masks of pruning, such as '" in note for note in result.notes)
+    for model in models[not base_is_pruned :]:
+        prune.remove(model[0], "weight")
+        prune.remove(model[1], "bias")
+    a, b = (model.state_dict() for model in models[1:])
+    assert result.tensors.keys() == a.keys()
+    for name, tensor in result.tensors.items():
+        torch.testing.assert_close(tensor, (a[name] + b[name]) / 2, rtol=1e-6, atol=1e-6)
 
 
 D = 8

@@ -12,9 +12,12 @@ from transformers import (
     BertConfig,
     BertModel,
     CLIPVisionConfig,
+    CLIPVisionModel,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
     Wav2Vec2Config,
     Wav2Vec2Model,
 )
@@ -92,6 +95,40 @@ def newer_llava(name):
 def rename(folder, spelled):
     file = folder / "model.safetensors"
     save_file({spelled(n): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def vit():
+    return ViTModel(ViTConfig(**SIZES, intermediate_size=24, image_size=8, patch_size=4))
+
+
+def clip_vision():
+    return CLIPVisionModel(
+        CLIPVisionConfig(**SIZES, intermediate_size=24, image_size=8, patch_size=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "now", "older"),
+    [
+        (vit, "layers.1.attention.q_proj", "encoder.layer.1.attention.attention.query"),
+        (clip_vision, "encoder.layers.1.mlp.fc1", "vision_model.encoder.layers.1.mlp.fc1"),
+    ],
+)
+def test_an_adapter_of_transformers_4_over_a_model_in_memory(made, now, older):
+    torch.manual_seed(0)
+    base = made()
+    right = base.state_dict()[f"{now}.weight"].clone()
+    a, b = torch.randn(2, right.shape[1]), torch.randn(right.shape[0], 2)
+    names = (f"base_model.model.{older}.lora_{side}.weight" for side in "AB")
+    config = {
+        "peft_type": "LORA",
+        "r": 2,
+        "lora_alpha": 2,
+        "target_modules": [older.rpartition(".")[2]],
+    }
+    adapter = (dict(zip(names, (a, b), strict=True)), config)
+    found = covmerge.merge(base, {"a": adapter}, "average").tensors[f"{now}.weight"]
+    torch.testing.assert_close(found, right + b @ a, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -252,11 +252,22 @@ class AdapterCheckpoint(View):
         found, missing = updates_of_base(changes, base, self.source, folders)
         updates = {n: update for n, update in found.items() if isinstance(update, Update)}
         folded = {n: layer for n, layer in found.items() if isinstance(layer, Folded)}
-        notes = (
+        notes = [
             f"{self.source}: {count} updates of {part} are of another base, and were left aside"
             for part, count in missing.items()
-        )
-        return self._with(Contents(updates, self._contents.replaced, folded=folded), *notes)
+        ]
+        own = {change.name for change in changes}
+        of_authors = [name for name, one in found.items() if one.written not in own]
+        if of_authors:
+            notes.append(
+                f"{self.source}: {counted(len(of_authors), 'update')}, such as that of '{of_authors[0]}', "
+                "are under the names of the model's authors, and were read as diffusers reads such files"
+            )
+        named = self._with(Contents(updates, self._contents.replaced, folded=folded), *notes)
+        named.form = (
+            DIFFUSERS_FORM if of_authors else self.form
+        )  # the authors' layers are not all there
+        return named
 
     def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:
         """Return this adapter, which was made on a part of the base, with the base's names.
@@ -425,10 +436,10 @@ class AdapterCheckpoint(View):
         if update.divisor is not None:
             scale /= self._number(update.divisor) + 1e-5
         up = self._stored.read(update.up).to(dtype)
+        up = up if update.order is None else up[torch.tensor(update.order)]
         if update.down is None:
             return LowRank(up.view(-1, 1) * scale, torch.ones(1, 1, dtype=dtype))
         up = up.reshape(up.shape[0], update.rank)
-        up = up if update.order is None else up[torch.tensor(update.order)]
         down = self._stored.read(update.down).to(dtype)
         down = down.reshape(update.rank, -1) if update.rank else down
         if update.middle is not None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+
+import torch
+from torch import Tensor
 
 from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.folds import Folded
 from covmerge.files.adapters.names import Update
+from covmerge.files.checkpoints.authors_layouts import dotted_name, rules_of_lora
+from covmerge.files.checkpoints.conversions import converted
+from covmerge.files.checkpoints.pieces import StoredTensor
 
 # Names of a U-Net's layers in single-file checkpoints (input_blocks, ...), and diffusers' names.
 
@@ -121,6 +127,7 @@ _NOT_READ: Mapping[str, tuple[str, ...]] = {
 }
 
 _OF_UNET = _REGIONS[_UNET]
+_DIFFUSERS_PART = "transformer."
 
 # A pipeline's folders whose models may have the same names, with their prefixes in LoRA files. Files for
 # Wan's second transformer have the prefix of the first.
@@ -178,20 +185,26 @@ def updates_of_base(
     found: dict[str, Update | Folded] = {}
     present: set[str] = set()
     missing: defaultdict[str, list[str]] = defaultdict(list)
-    for update in updates:
+    changes = list(updates)
+    of_authors = _of_authors(changes, base)
+    for update in changes:
         part = part_of(update.name)
         name = None if _is_of_another(part, folders) else names.find(update, part, where)
-        if name is None:
+        pieces = of_authors.get(update.name, ())
+        if name is not None:
+            pieces = (replace(update, name=name, written=update.name),)
+        if not pieces:
             missing[part].append(update.name)
-        elif name in found:
-            raise CheckpointError(
-                f"{where}: '{found[name].up}' and '{update.up}' are both of the base's '{name}', and "
-                "nothing says which is meant: pass the base's folder inside its pipeline, such as "
-                "text_encoder_2, or remove one part from the file"
-            )
-        else:
-            found[name] = replace(update, name=name, written=update.name)
-            present.add(part)
+            continue
+        present.add(part)
+        for piece in pieces:
+            if piece.name in found:
+                raise CheckpointError(
+                    f"{where}: '{found[piece.name].up}' and '{update.up}' are both of the base's "
+                    f"'{piece.name}', and nothing says which is meant: pass the base's folder inside its "
+                    "pipeline, such as text_encoder_2, or remove one part from the file"
+                )
+            found[piece.name] = piece
     for part, those in missing.items():
         if (region := _not_read(part, base)) is not None:
             raise CheckpointError(
@@ -205,6 +218,46 @@ def updates_of_base(
                 "or is another part of the pipeline: pass the base that the adapter was trained on"
             )
     return found, {part: len(those) for part, those in missing.items()}
+
+
+def _of_authors(
+    updates: Sequence[Update | Folded], base: Mapping[str, TensorHeader]
+) -> dict[str, list[Update | Folded]]:
+    """Return updates as pieces for diffusers' base, where a file has a transformer's authors' names.
+
+    Query, key and value are one layer to the authors: each takes the rows of B that are its own.
+    """
+    named = {
+        update.name.removeprefix(part): update
+        for update in updates
+        if (part := part_of(update.name)) in _OF_UNET and update.shape is not None
+    }
+    rules = rules_of_lora(named, base)
+    stems = {dotted_name(name, rules): update for name, update in named.items()} if rules else {}
+    shapes = {name: update.shape for name, update in stems.items() if update.shape is not None}
+    matrices = {name: _matrix(header.shape) for name, header in base.items()}
+    made = converted(shapes, matrices, None, rules)[0] if rules else {}
+    found: defaultdict[str, list[Update | Folded]] = defaultdict(list)
+    for name, one in made.items():
+        update = stems[next(iter(one.stored()))]
+        written = f"{_DIFFUSERS_PART}{name}"
+        if isinstance(one, StoredTensor):
+            found[update.name].append(replace(update, name=name, written=written))
+        elif isinstance(update, Update):
+            rows = tuple(map(int, one.all(_numbers_of_rows).flatten()))
+            piece = replace(update, name=name, shape=one.shape, order=rows, written=written)
+            found[update.name].append(piece)
+    # All rows of an update must have a place.
+    return {
+        update.name: found[update.name]
+        for update in stems.values()
+        if sum(piece.shape[0] for piece in found[update.name] if piece.shape)
+        == (update.shape or (0,))[0]
+    }
+
+
+def _numbers_of_rows(_: str, rows: range) -> Tensor:
+    return torch.tensor(rows).view(-1, 1)
 
 
 def _is_of_another(part: str, folders: Collection[str]) -> bool:

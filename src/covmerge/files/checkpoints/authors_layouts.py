@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Given = Mapping[str, Any]  # a rule as in `conversions.json`
@@ -141,6 +141,14 @@ _LAYOUTS = (
         _QWEN_IMAGE_21,
     ),
 )
+# How names of layers begin in LoRA files, which need not have the layers above, and the rules.
+_OF_LORA = (
+    (re.compile(r"(?:double|single)_blocks[._]\d"), _FLUX),
+    (re.compile(r"joint_blocks[._]\d"), _SD3),
+    (re.compile(r"blocks[._]\d+[._](?:self_attn|cross_attn|ffn)[._]"), _WAN),
+)
+_OF_DIFFUSERS = re.compile(r"transformer_blocks\.(\d+)\.")
+_JOINED_WORDS = re.compile(r"[A-Za-z]+(?:_[A-Za-z]+)+")
 _PREFIX = re.compile(PREFIX)
 
 
@@ -152,9 +160,33 @@ def rules_for(names: Collection[str]) -> list[Given]:
     for sign, rules in _LAYOUTS:
         blocks = [int(match[1]) for name in names if (match := sign.match(name))]
         if blocks:
-            found += [
-                {**rule, "from": [s.replace("{last}", str(max(blocks))) for s in rule["from"]]}
-                for rule in rules
-            ]
+            found += _with_last(rules, blocks)
             break
     return found
+
+
+def rules_of_lora(names: Collection[str], base: Collection[str]) -> list[Given]:
+    """Return the rules from a LoRA file's names, without the part's, to those of diffusers' base."""
+    blocks = [int(match[1]) for name in base if (match := _OF_DIFFUSERS.match(name))]
+    for sign, rules in _OF_LORA:
+        if any(sign.match(name) for name in names):
+            return _with_last(rules, blocks or [0])
+    return []
+
+
+def dotted_name(name: str, rules: Sequence[Given]) -> str:
+    """Return an authors' name of a layer that Kohya's scripts wrote with underscores for dots.
+
+    Example:
+        >>> dotted_name("double_blocks_0_img_attn_qkv.weight", _FLUX)
+        'double_blocks.0.img_attn.qkv.weight'
+    """
+    words = {word for rule in rules for one in rule["from"] for word in _JOINED_WORDS.findall(one)}
+    either = "|".join(sorted(words, key=len, reverse=True))
+    found = re.compile(rf"(?:(?<=[._])|^)(?:{either})(?=[._])|_")
+    return found.sub(lambda match: "." if match[0] == "_" else match[0], name)
+
+
+def _with_last(rules: Sequence[Given], blocks: Collection[int]) -> list[Given]:
+    last = str(max(blocks))
+    return [{**rule, "from": [s.replace("{last}", last) for s in rule["from"]]} for rule in rules]

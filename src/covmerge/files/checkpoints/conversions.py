@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -89,17 +90,21 @@ class _Group:
 
 
 def converted(
-    expert: Mapping[str, Shape], base: Mapping[str, Shape], config: Mapping[str, Any] | None
+    expert: Mapping[str, Shape],
+    base: Mapping[str, Shape],
+    config: Mapping[str, Any] | None,
+    layout: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[dict[str, Assembly], str]:
     """Return how the expert's tensors make up the base's tensors that the expert has not by name.
 
-    The tensors have the base's names. The text is the origin of the rules, for notes.
+    The tensors have the base's names. The text is the origin of the rules, for notes. `layout` has the
+    rules of the expert's layout where its names do not tell it.
     """
     if base.keys() <= expert.keys():
         return {}, ""
     made = _of_weight_norms(expert, base)
     by, common = _of_transformers(config)
-    of_expert, of_base = (_rules(rules_for(names)) for names in (expert, base))
+    of_expert, of_base = _rules(layout or rules_for(expert)), _rules(rules_for(base))
     if not (common or of_expert or of_base):
         return made, by
     if of_expert or of_base:
@@ -122,6 +127,19 @@ def converted(
             pieces = pieces or _pieces(to, group, base, known, inner)
             made.update({name: pieces[name] for name in missing if name in pieces})
     return made, by
+
+
+def names_in_memory(names: Iterable[str], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return names by what transformers calls them in memory; those that it does not rename are left out.
+
+    Example:
+        >>> names_in_memory(["text_model.norm.weight"], {"architectures": ["CLIPTextModel"]})
+        {'norm.weight': 'text_model.norm.weight'}
+    """
+    _, rules = _of_transformers(config)
+    renamed = _renamed(sorted(names), rules)
+    times = Counter(to for _, to in renamed)
+    return {to: name for name, to in renamed if name != to and times[to] == 1}
 
 
 def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> dict[str, Assembly]:

@@ -54,7 +54,7 @@ _MAX_STEPS = 20_000_000  # one chunk takes 70 steps
 _MAX_DIMS = 64
 _PADDING = 2**20  # bytes that a writer may leave after its last tensor
 _AT_ONCE = 8
-_DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
+DTYPES = {str(dtype): dtype for dtype in SAFETENSORS_NAMES}
 _MODEL = "model"  # the trainers' name of the model among everything they save
 
 
@@ -299,7 +299,7 @@ def _entry(
     properties = _record(stored.get("properties"), "TensorProperties", where).state
     # dtype, layout, requires_grad, memory format, pinned
     kinds = cast("tuple[object, ...]", properties) if isinstance(properties, tuple) else ()
-    dtype = _DTYPES.get(kinds[0].origin) if kinds and isinstance(kinds[0], Sealed) else None
+    dtype = DTYPES.get(kinds[0].origin) if kinds and isinstance(kinds[0], Sealed) else None
     layout = kinds[1] if len(kinds) > 1 else None
     if dtype is None or not isinstance(layout, Inert) or layout.args != ("torch.strided",):
         raise CheckpointError(f"{where} is no dense tensor of a dtype that can be stored: {_NEXT}")

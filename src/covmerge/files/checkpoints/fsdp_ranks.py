@@ -1,20 +1,21 @@
 """Files of FSDP's ranks, as saved by verl and others: `model_world_size_4_rank_0.pt` and so on.
 
-Each file is a state dict of DTensors, read as records (`unpickler.py`), so that no class in it is
-created and no function called. A DTensor has its local part, the coordinates of its rank in the
-mesh, and for each axis of the mesh Replicate(), Shard(dim), or _StridedShard(dim, split_factor): the latter
-says that another axis, usually tensor parallelism, has divided the tensor first (FSDP2).
+Each file is a state dict of DTensors, or of FSDP1's ShardedTensors, read as records (`unpickler.py`), so
+that no class in it is created and no function called. A ShardedTensor has shards and their places.
+A DTensor has its local part, the coordinates of its rank in the mesh, and for each axis of the mesh
+Replicate(), Shard(dim), or _StridedShard(dim, split_factor): the latter says that another axis, usually
+tensor parallelism, has divided the tensor first (FSDP2).
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from math import prod
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from covmerge.base.text import counted
 from covmerge.base.threads import ThreadPool
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import tensor_name
+from covmerge.files.checkpoints.distributed import DTYPES
 from covmerge.files.checkpoints.json_file import shorten
 from covmerge.files.checkpoints.layout import MAX_TENSORS
 from covmerge.files.checkpoints.pickled import load_records
@@ -37,8 +39,9 @@ from covmerge.files.checkpoints.unpickler import (
     kind_of,
     listed,
     numbers,
+    origin_of,
 )
-from covmerge.files.stores.store import Store, child
+from covmerge.files.stores.store import Store, StoredFile, child
 
 RANKS = re.compile(
     r"model_world_size_(?P<world>[0-9]{1,6})_rank_(?P<rank>[0-9]{1,6})\.pt", re.ASCII
@@ -59,11 +62,12 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of a tensor; an empty `place` means a plain tensor."""
+    """One rank's part of a tensor."""
 
-    laid: Laid
-    shape: tuple[int, ...]
-    place: tuple[int, ...] = ()  # coordinates of the rank in the mesh
+    header: TensorHeader  # of the whole tensor
+    # Its numbers, by where they begin: a plain tensor, or shards. A DTensor has one local part, by ().
+    held: Mapping[tuple[int, ...], LaidPart]
+    place: tuple[int, ...] = ()  # of a DTensor: coordinates of the rank in the mesh
     shards: tuple[_Shard | None, ...] = ()  # along each of its axes; None: replicated
     order: tuple[int, ...] = ()  # in which these axes divide the tensor
 
@@ -107,8 +111,7 @@ def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
         )
     files = [child(store, held[rank]) for rank in range(world)]
     with ThreadPool(_AT_ONCE) as pool:
-        stamps = [file.stamp() for file in files]
-        states = list(pool.map(_parts, [file.path for file in files]))
+        states = list(pool.map(_parts, files))
     for file, state in zip(files, states, strict=True):
         if state.keys() != states[0].keys():
             other = min(state.keys() ^ states[0].keys())
@@ -116,54 +119,49 @@ def open_ranks(store: Store, names: Collection[str]) -> PiecedFiles | None:
                 f"{file} and {files[0]} have not the same tensors, such as '{other}': they are of "
                 "different checkpoints, fetch them again"
             )
-    tensors: list[Pieced] = []
-    for name in states[0]:
-        sources = [
-            LaidPart(file, stamp, name, state[name].laid)
-            for file, stamp, state in zip(files, stamps, states, strict=True)
-        ]
-        tensors.append(_joined(name, [state[name] for state in states], sources, where))
+    tensors = [_joined([state[name] for state in states], files, where) for name in states[0]]
     note = f"{where}: the tensors of {counted(world, 'rank')} of FSDP were put together"
     return PiecedFiles(where, files, tensors, note)
 
 
-def _joined(name: str, parts: Sequence[_Part], sources: Sequence[LaidPart], where: str) -> Pieced:
+def _joined(parts: Sequence[_Part], files: Sequence[StoredFile], where: str) -> Pieced:
     """Return one tensor, composed of each rank's part."""
-    where = f"{where}: tensor '{name}'"
     first = parts[0]
-    for part, source in zip(parts, sources, strict=True):
-        own, others = ((p.shape, p.laid.dtype, p.shards, p.order) for p in (part, first))
-        if own != others or len(part.place) != len(first.place):
+    where = f"{where}: tensor '{first.header.name}'"
+    for part, file in zip(parts, files, strict=True):
+        own, others = ((p.header, len(p.place), p.shards, p.order) for p in (part, first))
+        if own != others:
             raise CheckpointError(
-                f"{where} has another shape, dtype or sharding in {source.file.name} than in "
-                f"{sources[0].file.name}: the files are of different checkpoints, fetch them again"
+                f"{where} has another shape, dtype or sharding in {file.name} than in "
+                f"{files[0].name}: the files are of different checkpoints, fetch them again"
             )
-    header = TensorHeader(name, first.shape, first.laid.dtype)
-    if not first.place:
-        offsets = (0,) * len(first.shape)
-        return Pieced(header, [Piece(offsets, first.shape, _Copies(sources))])
     mesh = [max(axis) + 1 for axis in zip(*(part.place for part in parts), strict=True)]
     held: dict[tuple[tuple[int, ...], tuple[int, ...]], list[LaidPart]] = defaultdict(list)
-    for part, source in zip(parts, sources, strict=True):
-        runs = _runs(part, mesh, len(parts), where)
-        sizes = tuple(sum(map(len, axis)) for axis in runs)
-        if sizes != part.laid.shape:
-            raise CheckpointError(
-                f"{where} of shape {list(part.shape)} has the local shape {list(part.laid.shape)} in "
-                f"{source.file.name}, where its sharding gives {list(sizes)}: {_NEXT}"
-            )
-        for offsets, sizes, starts in _boxes(runs):
-            held[offsets, sizes].append(source.within(starts, sizes))
-    # Ranks along a replicated axis have copies of the same part.
+    for part in parts:
+        for offsets, source in part.held.items():
+            if not part.place:
+                held[offsets, source.laid.shape].append(source)
+                continue
+            runs = _runs(part, mesh, len(parts), where)
+            local = tuple(sum(map(len, axis)) for axis in runs)
+            if local != source.laid.shape:
+                raise CheckpointError(
+                    f"{where} of shape {list(part.header.shape)} has the local shape "
+                    f"{list(source.laid.shape)} in {source.file.name}, where its sharding gives "
+                    f"{list(local)}: {_NEXT}"
+                )
+            for begin, sizes, starts in _boxes(runs):
+                held[begin, sizes].append(source.within(starts, sizes))
+    # Ranks along a replicated axis have copies of the same part, and all have copies of a plain tensor.
     return Pieced(
-        header,
+        first.header,
         [Piece(*box, same[0] if len(same) == 1 else _Copies(same)) for box, same in held.items()],
     )
 
 
 def _runs(part: _Part, mesh: Sequence[int], ranks: int, where: str) -> list[list[range]]:
     """Return the places along each axis of a tensor that a rank has."""
-    runs = [[range(size)] for size in part.shape]
+    runs = [[range(size)] for size in part.header.shape]
     for axis in part.order:
         shard = part.shards[axis]
         if shard is not None:
@@ -171,7 +169,7 @@ def _runs(part: _Part, mesh: Sequence[int], ranks: int, where: str) -> list[list
             runs[shard.dim] = _share(runs[shard.dim], part.place[axis], mesh[axis], factor)
         if prod(max(1, len(one)) for one in runs) > ranks:
             raise CheckpointError(
-                f"{where} of shape {list(part.shape)} would be in more pieces than there are ranks "
+                f"{where} of shape {list(part.header.shape)} would be in more pieces than there are ranks "
                 f"({ranks}): {_NEXT}"
             )
     return runs
@@ -212,33 +210,39 @@ def _boxes(runs: Sequence[Sequence[range]]) -> Iterator[tuple[tuple[int, ...], .
         yield offsets, sizes, tuple(start for _, start in box)
 
 
-def _parts(path: Path) -> dict[str, _Part]:
+def _parts(file: StoredFile) -> dict[str, _Part]:
     """Return the parts of tensors in one rank's file, by name."""
-    records = load_records(path)
+    stamp = file.stamp()
+    records = load_records(file.path)
     if not isinstance(records, Mapping) or not records:
-        raise CheckpointError(f"{path} holds no state dict: fetch it again, or {_NEXT}")
+        raise CheckpointError(f"{file} holds no state dict: fetch it again, or {_NEXT}")
     state = cast("Mapping[object, object]", records)
     if len(state) > MAX_TENSORS:
         raise CheckpointError(
-            f"{path} has {len(state)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
+            f"{file} has {len(state)} tensors, and {MAX_TENSORS} are read: {_NEXT}"
         )
     found: dict[str, _Part] = {}
     for key, value in state.items():
-        name = tensor_name(key, str(path))
-        found[name] = (
-            _Part(value, value.shape)
-            if isinstance(value, Laid)
-            else _dtensor(value, f"{path}: tensor {shorten(name)}")
-        )
+        name = tensor_name(key, str(file))
+        of = partial(LaidPart, file, stamp, name)
+        if isinstance(value, Laid):
+            header = TensorHeader(name, value.shape, value.dtype)
+            found[name] = _Part(header, {(0,) * len(value.shape): of(value)})
+        else:
+            found[name] = _divided(name, value, of, f"{file}: tensor {shorten(name)}")
     return found
 
 
-def _dtensor(value: object, where: str) -> _Part:
-    """Read a DTensor, pickled as a call with (function, class, (class, dtype, shape, …), attributes)."""
+def _divided(name: str, value: object, of: Callable[[Laid], LaidPart], where: str) -> _Part:
+    """Read a divided tensor, pickled as a call with (function, class, (class, dtype, shape, …), state)."""
     args: list[object] = list(value.args) if isinstance(value, Inert) else []
     kind = kind_of(args[1]) if len(args) == 4 else kind_of(value)
+    if kind == "ShardedTensor" and len(args) == 4:
+        return _sharded(name, listed(args[2]), listed(args[3]), of, where)
     if kind != "DTensor" or len(args) != 4:
-        raise CheckpointError(f"{where} is a {kind}, and neither a tensor nor a DTensor: {_NEXT}")
+        raise CheckpointError(
+            f"{where} is a {kind}, and neither a tensor nor a DTensor or ShardedTensor: {_NEXT}"
+        )
     about, state = listed(args[2]), attributes(args[3])
     local, spec = state.get("_local_tensor"), attributes(state.get("_spec"))
     place = numbers(attributes(spec.get("mesh")).get("_coordinate_on_dim"))
@@ -254,7 +258,36 @@ def _dtensor(value: object, where: str) -> _Part:
             f"{where} is a DTensor with {counted(len(shards), 'placement')} over {len(place)} axes, and "
             f"a local part of shape {list(local.shape)} of {list(shape)}: {_NEXT}"
         )
-    return _Part(local, shape, place, shards, _order(spec.get("shard_order"), shards, where))
+    order = _order(spec.get("shard_order"), shards, where)
+    header = TensorHeader(name, shape, local.dtype)
+    return _Part(header, {(): of(local)}, place, shards, order)
+
+
+def _sharded(
+    name: str,
+    about: Sequence[object],
+    state: Sequence[object],
+    of: Callable[[Laid], LaidPart],
+    where: str,
+) -> _Part:
+    """Read a ShardedTensor: (class, dtype, shape, …), and (its local shards, …); a rank may have none."""
+    shape = numbers(about[2]) if len(about) > 2 else None
+    dtype = DTYPES.get(origin_of(about[1])) if len(about) > 1 else None
+    shards = [attributes(one) for one in listed(state[0])] if state else []
+    held = {
+        place: of(tensor)
+        for shard in shards
+        if (place := numbers(attributes(shard.get("metadata")).get("shard_offsets"))) is not None
+        and isinstance(tensor := shard.get("tensor"), Laid)
+    }
+    dims = {len(one) for place, part in held.items() for one in (place, part.laid.shape)}
+    alike = len(held) == len(shards) and all(part.laid.dtype is dtype for part in held.values())
+    if shape is None or dtype is None or dims - {len(shape)} or not alike:
+        raise CheckpointError(
+            f"{where} is a ShardedTensor without a shape or dtype, or with a shard that does not fit "
+            f"these: {_NEXT}"
+        )
+    return _Part(TensorHeader(name, shape, dtype), held)
 
 
 def _order(given: object, shards: Sequence[_Shard | None], where: str) -> tuple[int, ...]:

@@ -258,6 +258,22 @@ class Normed(Assembly):
         return (*self.direction.stored(), *self.length.stored())
 
 
+@dataclass(frozen=True)
+class Masked(Assembly):
+    """A pruned tensor, as torch.nn.utils.prune computes it: the mask times the values before it."""
+
+    values: StoredTensor
+    mask: StoredTensor
+    shape: Shape
+
+    def read(self, read: Read, rows: range) -> Tensor:
+        values = self.values.read(read, rows)
+        return values * self.mask.read(read, rows).to(values.dtype)
+
+    def stored(self) -> Iterable[str]:
+        return (self.values.name, self.mask.name)
+
+
 def joined(parts: Sequence[Assembly], dim: int) -> Assembly:
     """Return parts joined like `torch.cat`; if they are all cuts of one tensor, return that tensor."""
     size = sum(part.shape[dim] for part in parts)

@@ -255,6 +255,9 @@ class Unpickler(pickle.Unpickler):
             "torch.Size": _first,
             "copy_reg._reconstructor": _made,
             "_codecs.encode": self._latin,
+            # A class inside a class, before protocol 4, such as a process group's in a ShardedTensor.
+            "__builtin__.getattr": self._inner,
+            "builtins.getattr": self._inner,
         }
         origin = f"{module_name}.{global_name}"
         if origin == "collections.OrderedDict":
@@ -286,6 +289,10 @@ class Unpickler(pickle.Unpickler):
         if isinstance(function, _Call) and getattr(kind, "origin", "") in _PLAIN:
             return function(*cast("tuple[object, ...]", arguments))
         return self._loading.kind(_OF_TYPE)(function, kind, arguments, *state)
+
+    def _inner(self, owner: object, name: object, *_: object) -> object:
+        """Return a stand-in for a class inside a class."""
+        return self._loading.kind(name) if isinstance(name, str) else Inert(owner, name)
 
     def _whole(self, data: object) -> object:
         """Read a storage that was pickled as the bytes of a separate file."""

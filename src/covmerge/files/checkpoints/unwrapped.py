@@ -9,7 +9,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, divided
 from covmerge.files.checkpoints.part import as_part
-from covmerge.files.checkpoints.pieces import Assembled, Assembly, StoredTensor
+from covmerge.files.checkpoints.pieces import Assembled, Assembly, Masked, StoredTensor
 from covmerge.files.checkpoints.view import WRAPPERS, View, differences, respelled, without_wrappers
 
 _PARALLEL = "module."  # prefix of DistributedDataParallel, DataParallel and AveragedModel
@@ -21,9 +21,10 @@ _SHOWN = 4  # the most differences that notes name
 def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpoint:
     """Return a checkpoint under the names that its model alone has; often it is unchanged.
 
-    `module.` before all names is removed, and so are wrappers of single modules. The tensors of an
-    expert that the base has under an equivalent name (`respelled`), or in other pieces
-    (`conversions`), are shown as in the base. An adapter is returned unchanged.
+    `module.` before all names is removed, and so are wrappers of single modules. Masks of pruned
+    tensors are applied. The tensors of an expert that the base has under an equivalent name
+    (`respelled`), or in other pieces (`conversions`), are shown as in the base. An adapter is
+    returned unchanged.
 
     Example:
         >>> import torch
@@ -33,6 +34,7 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
     """
     if checkpoint.is_adapter:
         return checkpoint
+    checkpoint = _pruned(checkpoint)
     stored = list(checkpoint.headers)
     notes, left_out = list[str](), list[str]()
     if _AVERAGED in stored and all(n == _AVERAGED or n.startswith(_PARALLEL) for n in stored):
@@ -90,6 +92,22 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
             f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
         )
     return checkpoint if base is None else as_part(checkpoint, base)
+
+
+def _pruned(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with the masks of torch.nn.utils.prune applied, under the plain names."""
+    shapes = _shapes(checkpoint.headers)
+    made = dict[str, Assembly]()
+    for values, shape in shapes.items():
+        name = values.removesuffix("_orig")
+        mask = f"{name}_mask"
+        if name != values and name not in shapes and shape and shapes.get(mask) == shape:
+            made[name] = Masked(StoredTensor(values, shape), StoredTensor(mask, shape), shape)
+    if not made:
+        return checkpoint
+    masks = counted(len(made), "mask")
+    note = f"{checkpoint.source}: {masks} of pruning, such as '{next(iter(made))}_mask', applied"
+    return Assembled(checkpoint, made, note)
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:

@@ -435,13 +435,13 @@ def _check_parametrized(expert: Model, missing: Sequence[str]) -> None:
     """Raise if the expert's code computes a missing weight from other tensors; the base's would be used."""
     for name in missing:
         module, _, leaf = name.rpartition(".")
-        stems = (f"{module}.parametrizations.{leaf}.", f"{name}_orig")  # also of torch's pruning
+        stems = (f"{module}.parametrizations.{leaf}.", f"{name}_orig")  # of spectral_norm
         found = next((stored for stored in expert.headers if stored.startswith(stems)), None)
         if found is not None:
             raise TensorError(
                 f"{expert} has no '{name}', which its code computes of '{found}' and others: pass the "
-                "expert with plain weights, as "
-                "remove_parametrizations, remove_spectral_norm or prune.remove of torch.nn.utils leave them"
+                "expert with plain weights, as remove_parametrizations or remove_spectral_norm of "
+                "torch.nn.utils leave them"
             )
 
 

@@ -14,7 +14,7 @@ from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
 from covmerge.files.checkpoints.base import Checkpoint
-from covmerge.files.checkpoints.conversions import converted
+from covmerge.files.checkpoints.conversions import converted, names_in_memory
 from covmerge.files.checkpoints.unwrapped import in_memory
 from covmerge.files.checkpoints.view import respelled
 from covmerge.files.quantised.view import is_quantised
@@ -81,6 +81,7 @@ class Model:
 def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
     """Return the adapter's names for the base's tensors that it changes, by the base's names."""
     renamed = {to: name for name, to in respelled(names, base.headers).items()}
+    loaded = names_in_memory(names, base.checkpoint.config)  # of another version of transformers
     pieces = Counter(info.parameter for info in base.description.tensors.values())
     found: dict[str, str] = {}
     for name in base.headers:
@@ -89,6 +90,7 @@ def names_in_base(base: Model, names: Collection[str]) -> dict[str, str]:
         if adapter_name is None and pieces[info.parameter] == 1:
             # The model's names may differ from its files' names, and PEFT uses the model's.
             adapter_name = find_name(info.parameter, base.prefixes, names)
+            adapter_name = adapter_name or loaded.get(info.parameter)
         adapter_name = renamed.get(name) if adapter_name is None else adapter_name
         if adapter_name is not None:
             found[name] = adapter_name
