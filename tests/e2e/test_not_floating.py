@@ -259,3 +259,15 @@ def test_masks_that_the_model_makes_again_stop_no_merge(tmp_path, which, missing
     weights = [load_file(e / "model.safetensors")["h.1.fc.weight"] for e in experts.values()]
     torch.testing.assert_close(result.tensors["h.1.fc.weight"], sum(weights) / 2)
     assert any("'a'" in n and "h.0.attn" in n and "buffer" in n for n in result.notes)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4), (0,)])
+def test_a_tensor_without_elements_is_that_of_the_base(shape, tmp_path):
+    """Matrix methods have nothing to decompose in it, and no share of its elements is changed."""
+    base, experts = models(tmp_path, *differing(lambda number: torch.zeros(shape)))
+    for method in ("iso_c", "cart", "free", "ties"):
+        merged = covmerge.merge(base, experts, method)
+        assert merged.tensors["h.0.thing"].shape == shape
+        assert merged.stats["tensors"]["h.0.thing"]["rule"] == "base (it is empty)"
+    seen = covmerge.inspect(base, experts).as_json()
+    assert list(seen["layers"]) == ["h.1.fc.weight"]

@@ -285,3 +285,21 @@ class TestOutput:
                 other.name,
                 "x.covstats.safetensors",
             }
+
+
+def test_a_parameter_that_is_one_number(tmp_path):
+    sources = {"base": {"s": torch.tensor(1.0)}, "a": {"s": torch.tensor(2.0)}}
+    sources["b"] = {"s": torch.tensor(4.0)}
+    files = {}
+    for (name, tensors), weight in zip(sources.items(), (0.0, 3.0, 1.0), strict=True):
+        path = tmp_path / f"{name}.safetensors"
+        save_file(tensors, path)
+        statistic = write.Statistic(("s",), torch.tensor(weight), 1)
+        files[name] = tmp_path / f"{name}.covstats.safetensors"
+        contents = write.Contents(open_checkpoint(path), {"fisher": [statistic]}, 1)
+        write.write_statistics({files[name]: contents}, overwrite=False)
+    base, *experts = (tmp_path / f"{name}.safetensors" for name in sources)
+    del files["base"]
+    method = "fisher(normalize=false)"
+    found = covmerge.merge(base, {e.stem: e for e in experts}, method, statistics=files)
+    assert found.tensors["s"].item() == pytest.approx((3 * 2 + 4) / 4)

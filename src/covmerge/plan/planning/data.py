@@ -153,10 +153,10 @@ def _check(
                 f"{list(wanted)}: were they collected on another model, or is the tensor stored transposed "
                 "(tensors: {conv1d: stored})?"
             )
-        rows, d_in = file.rows(kind, name), wanted[-1]
-        if kind == "gram" and rows < d_in and recipe.tensors.few_rows == "error":
+        rows = file.rows(kind, name)
+        if kind == "gram" and rows < wanted[0] and recipe.tensors.few_rows == "error":
             raise TensorError(
                 f"'{tensor.name}': the Gram matrix of expert '{expert}' ({file.path}) comes from "
-                f"{rows} layer inputs of {d_in} dimensions, so it is singular. Collect more "
+                f"{rows} layer inputs of {wanted[0]} dimensions, so it is singular. Collect more "
                 f"examples, or allow it with {Hint('tensors', {'few_rows': 'allow'})}."
             )

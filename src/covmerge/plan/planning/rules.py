@@ -90,8 +90,8 @@ class Rules:
         rule = self._first_match(header.name, info.role)
         if rule is not None:
             return self._by_rule(rule, header, info)
-        if not header.dtype.is_floating_point:
-            return Copy(compared=True), f"base ({header.dtype} is not merged)"
+        if (why := _unmerged(header)) is not None:
+            return Copy(compared=True), f"base ({why})"
         setting, value = self._setting(info.role)
         if value == "base":
             return Copy(), f"base ({setting})"
@@ -137,8 +137,8 @@ class Rules:
         )
         if rule.use in ("base", "head"):
             return Copy(), f"{rule.use} ({text})"
-        if not header.dtype.is_floating_point:
-            return Copy(compared=True), f"base ({header.dtype} is not merged)"
+        if (why := _unmerged(header)) is not None:
+            return Copy(compared=True), f"base ({why})"
         if rule.use == "average":
             return self._average(text)
         return self._merge(self._way_of(rule), header, info, reason=text)
@@ -190,3 +190,10 @@ class Rules:
             given = self.layers.parameters(name, settings.given)
             settings = replace(settings, given=given)
         return settings.at(name, self.layers.depth(name))
+
+
+def _unmerged(header: TensorHeader) -> str | None:
+    """Return why no method can merge a tensor; None: one can."""
+    if not header.dtype.is_floating_point:
+        return f"{header.dtype} is not merged"
+    return "it is empty" if 0 in header.shape else None
