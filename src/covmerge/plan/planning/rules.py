@@ -87,6 +87,8 @@ class Rules:
             method = registry.get("passthrough")
             parameters = method.resolve({}, self._family)
             return Merge(method.name, parameters, None), "passthrough (an expert of the mixture)"
+        if not header.numel:
+            return Copy(), "base (it has no entries)"
         rule = self._first_match(header.name, info.role)
         if rule is not None:
             return self._by_rule(rule, header, info)
@@ -109,7 +111,7 @@ class Rules:
         kernels = self._recipe.tensors.convolutions == "method"
         if info.role not in _MATRICES and not (info.role is Role.CONV and kernels):
             return None
-        if len(header.shape) < 2 or not header.dtype.is_floating_point:
+        if len(header.shape) < 2 or not (header.numel and header.dtype.is_floating_point):
             return None
         split = self._recipe.tensors.fused == "split" and info.parts is not None
         return replace(info.layout, parts=info.parts) if split else info.layout
