@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import shutil
 
 import pytest
 import torch
@@ -83,6 +85,16 @@ def test_statistics_that_a_method_needs(models):
     assert "--kind gram" in found.group()
     files = [f"--stats={name}={path}" for name, path in statistics_for("regmean", models).items()]
     covmerge(*given, *files, models / "out")
+
+
+def test_a_command_with_a_path_is_one_for_the_shell(models):
+    base, odd = models / "base.safetensors", models / "b c.safetensors"
+    shutil.copy(models / "a.safetensors", odd)
+    for source, shown in ((odd, str(odd)), (load_file(odd), "FOLDER")):
+        with pytest.raises(CovmergeError) as refused:
+            library.merge(base, {"a": source}, "regmean")
+        command = str(refused.value).split("`")[1]
+        assert shlex.split(command)[2] == shown
 
 
 MODULES = {

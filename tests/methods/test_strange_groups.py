@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import covmerge
 from covmerge.maths.linalg.lapack import norm, svd
 from covmerge.maths.testing.strange import (
     EXPONENTS,
@@ -126,3 +127,14 @@ def test_strange_groups_in_another_order(method, shape, experts, seed):
     merged, again = merge(method, updates, weights), merge(method, updates[::-1], weights[::-1])
     if merged is not None and again is not None and not arbitrary(method, updates):
         assert apart(again, merged, updates) < (1e-2 if method.name in BY_RANK else 1e-5)
+
+
+@pytest.mark.parametrize("method", ["iso_c", "free", "cart", "average"])
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_matrices_without_entries(method, shape):
+    assert covmerge.merge_layer([torch.zeros(shape)] * 2, method).shape == shape
+    base = {"fc.weight": torch.zeros(4, 4), "empty.weight": torch.zeros(shape)}
+    experts = {e: {**base, "fc.weight": torch.randn(4, 4)} for e in "ab"}
+    merged = covmerge.merge(base, experts, method).tensors
+    assert merged["empty.weight"].shape == shape and merged["fc.weight"].any()
+    assert covmerge.inspect(base, experts).layers

@@ -119,6 +119,8 @@ def test_rows_are_rows_of_the_whole(tmp_path, case, piece, monkeypatch):
         ("bitsandbytes nf4 24", "fc.weight", lambda t: t[:-1], "where its layer needs"),
         ("bitsandbytes nf4 24", "fc.weight.absmax", lambda t: t[:-1], "where its layer needs"),
         ("bitsandbytes nf4 24", "fc.weight.absmax", None, "is missing"),
+        ("bitsandbytes fp4 25", "fc.weight.quant_map", lambda t: t * 1.001, "than those of fp4"),
+        ("bitsandbytes nf4 24", "fc.weight.quant_map", lambda t: t * torch.nan, "of nf4"),
         (
             "bitsandbytes nf4 nested 24",
             "fc.weight.nested_absmax",
@@ -390,6 +392,10 @@ def test_a_state_of_bitsandbytes_is_not_trusted(tmp_path):
         (b'{"shape": [24, 96], "blocksize": 128, "dtype": ["bfloat16"]}', "dtype ."),
         (b'{"shape": [24, 96], "blocksize": [128], "dtype": "bfloat16"}', "blocks of ."),
         (b'{"shape": [24, 96, 1, 1, 1], "blocksize": 128, "dtype": "bfloat16"}', "says shape"),
+        (
+            b'{"shape": [24, 96], "blocksize": 128, "dtype": "bfloat16", "quant_type": "fp4"}',
+            "says quant_type",
+        ),
         (b"{" + b" " * 2**16 + b"}", "at most 65536 bytes"),
     ):
         state = torch.frombuffer(bytearray(text), dtype=torch.uint8)

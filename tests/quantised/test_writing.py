@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, moved, save_packed
 from tests.quantised.test_goldens import save as save_golden
+from tests.verification.test_recompute import forge
 
 NAMES = ("base", "a", "b")
 # Of these the same bytes come back, but for the sign of zeros (MXFP4) and a zero point that is made
@@ -155,6 +157,19 @@ def test_of_plain_models(plain, form):
     check = covmerge.verify(plain / form)
     assert check.ok
     assert "2 are rounded copies" in str(check.checks)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4"])
+def test_layers_that_nobody_changed_are_computed_again_as_they_are_stored(plain, form):
+    """Rounded, because the base is plain. NaN in place of scales is nothing that the sources give."""
+    shutil.copytree(plain / "a", plain / "still", dirs_exist_ok=True)
+    same = {k: v for k, v in weights(plain / "base").items() if "down_proj" in k}
+    save_file({**weights(plain / "a"), **same}, plain / "still" / "model.safetensors")
+    out = merged(plain, "of-still", experts=("still",), quantise=form, overwrite=True).path
+    assert recompute(out, tensors=99).ok
+    (scales, *_) = (n for n in weights(out) if re.search("down_proj.*(absmax|scale)", n))
+    forge(out, scales, lambda tensor: tensor * torch.nan)
+    assert "down_proj.weight' is off by nan" in recompute(out, tensors=99).detail
 
 
 def test_loss_by_layer_and_a_warning_where_rounding_is_more_than_the_update(plain):

@@ -93,6 +93,8 @@ def merge_layer(
     names = [f"update {place}" for place in range(len(updates))]
     parameters = registry.get(method).for_experts(parameters, names)
     _check(chosen, updates, data or (), base, stored)
+    if 0 in updates[0].shape:  # there is nothing to merge
+        return updates[0]
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(

@@ -218,7 +218,7 @@ class _Distance:
 
 
 def _share(found: float, allowed: float) -> float:
-    return found / allowed if allowed else float(found > 0) * 2
+    return found / allowed if allowed else float(found != 0) * 2
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,8 @@ def recompute(folder: str | Path, *, tensors: int = 8) -> Check:
             base = checkpoints.base
             strange = [n for n in routers if not _is_router(output.read(n), base.read(n))]
     eps = torch.finfo(getattr(torch, recipe.dtype)).eps
-    wrong = [tensor for tensor in found if tensor.distance.share(stored[tensor.name], eps) > 1.0]
+    # The share of NaN is NaN.
+    wrong = [t for t in found if not t.distance.share(stored[t.name], eps) <= 1.0]
     merged = sum(tensor.merge is not None for tensor in plan.tensors)
     detail = _account(found, wrong, merged)
     if strange:
@@ -319,15 +320,14 @@ def _compare(
 
     def distance(name: str, method: Callable[[str], Method]) -> _Distance:
         of_method = replace(informed, method=method)
-        total = _Distance()
+        form, total = forms[name], _Distance()
         for item in items[name]:
             stored = output.read(name, item.rows)
             (result,) = work((item,), read_inputs([item], sources), of_method)
             merged: Any = result.stats["merged"]
             exact = result.tensors[0]
-            # Without an update the tensor has the base's bytes.
-            form = forms[name] if merged else ModelTensor()
-            rounded = form.read_back(exact, stored.dtype, item.rows).double()
+            back = form.read_back(exact, stored.dtype, item.rows, changed=merged > 0)
+            rounded = back.double()
             lost = square_norm(rounded - exact) if form.format else None
             farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
             error = square_norm(stored.double() - rounded)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -296,7 +297,7 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
         raise CheckpointError(
             f"{where} is the folder of a training run, with {counted(len(steps), 'checkpoint')} and no "
             f"model of its own: pass the last, {where}/checkpoint-{steps[-1]}, or average the last with "
-            f"`covmerge merge --run {where} --last {min(5, len(steps))} OUT`"
+            f"`covmerge merge --run {quote(str(where))} --last {min(5, len(steps))} OUT`"
         )
     others = sorted(n for n in names if n.endswith(WEIGHT_SUFFIXES) and not is_of_training(n))
     for name, (pattern, (what, how)) in product(others, _UNREAD.items()):

@@ -33,6 +33,15 @@ _LARGEST = torch.finfo(torch.float32).max
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _STORAGE = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32)
+# QLoRA, appendix E.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 1 / 192, 2 / 3, 1.0, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
+_VALUES = {"nf4": NF4, "fp4": (*_FP4, *(-value for value in _FP4))}
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,12 @@ def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
     stored.part(name, _STORAGE, (length, 1), (length,))
     scales, values = f"{name}.absmax", f"{name}.quant_map"
     stored.part(values, (torch.float32,), (16,))
+    # Some of the client's kernels take the values from here, others go by the type that is stated.
+    kind = end.rpartition("__")[2]
+    if state.get("quant_type") != kind:
+        stored.refuse(f"'{name}{end}' says quant_type {shorten(state.get('quant_type'))}")
+    if not torch.allclose(stored.checkpoint.read(values), torch.tensor(_VALUES[kind]), atol=1e-6):
+        stored.refuse(f"'{values}' has other values than those of {kind}")
     nested = _nested(stored, name, state, blocks)
     stored.part(scales, (torch.float32,) if nested is None else (torch.uint8,), (blocks,))
     beside = () if nested is None else (nested.scales, nested.values)

@@ -14,6 +14,7 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import chain, count
 from pathlib import Path
+from shlex import quote
 
 from covmerge.base.errors import InputError
 from covmerge.base.text import some
@@ -61,7 +62,7 @@ class ViewJob:
             made = "stacks layers anew ('slices')" if recipe.slices else "makes a mixture ('moe')"
             raise InputError(
                 f"{self.path}: the recipe {made}, and a page weighs the experts of whole models: look at "
-                f"it by `covmerge {'inspect' if out is None else 'report'} {self.path}`"
+                f"it by `covmerge {'inspect' if out is None else 'report'} {quote(str(self.path))}`"
             )
         job = InspectJob(recipe=recipe, spectra="none", options=self.options, quadratics=True)
         if out is None:

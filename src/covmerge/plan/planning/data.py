@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from covmerge.base.errors import RecipeError, TensorError
 from covmerge.base.settings import Hint, rules_for
 from covmerge.base.text import counted, some
 from covmerge.base.types import Role
 from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.open import HELD
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.methods import Method, registry
 from covmerge.plan.planning.operations import Merge
@@ -65,7 +67,8 @@ def _check_protocols(statistics: Statistics) -> None:
 
 def _how_to_collect(recipe: Recipe, method: Method, expert: str) -> str:
     source = recipe.experts[expert].source
-    return f"`covmerge collect {source} DATA {expert}.covstats.safetensors --kind {method.data}`"
+    saved = "FOLDER" if source in HELD else quote(source)  # what is in memory must be saved first
+    return f"`covmerge collect {saved} DATA {expert}.covstats.safetensors --kind {method.data}`"
 
 
 def _methods_of(recipe: Recipe) -> list[Method]:

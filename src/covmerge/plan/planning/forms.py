@@ -156,8 +156,13 @@ class Form:
         """Return the base's stored tensors for some rows, if the base stores the tensor in this form."""
         return ()
 
-    def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
-        """Return the values that a reader of the output gets for exact rows, in the reader's dtype."""
+    def read_back(
+        self, exact: Tensor, dtype: torch.dtype, rows: range | None, *, changed: bool
+    ) -> Tensor:
+        """Return the values that a reader of the output gets for exact rows, in the reader's dtype.
+
+        `changed` tells whether the rows have an update.
+        """
         return exact.to(dtype)
 
     def cost(self, d_out: int, d_in: int, itemsize: int) -> Cost:
@@ -290,7 +295,11 @@ class PackedTensor(Form):
         held = self.packing.held(rows)
         return self.packing.taken([read(part.header.name, block) for part, block in held], rows)
 
-    def read_back(self, exact: Tensor, dtype: torch.dtype, rows: range | None) -> Tensor:
+    def read_back(
+        self, exact: Tensor, dtype: torch.dtype, rows: range | None, *, changed: bool
+    ) -> Tensor:
+        if self.as_base and not changed:
+            return exact.to(dtype)
         assert rows is not None, "scalars are not packed"
         parts = self.packing.quantise(exact.float())
         return torch.cat([read for _, read in self.packing.unpacked(parts, rows)]).to(dtype)

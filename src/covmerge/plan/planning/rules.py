@@ -87,11 +87,13 @@ class Rules:
             method = registry.get("passthrough")
             parameters = method.resolve({}, self._family)
             return Merge(method.name, parameters, None), "passthrough (an expert of the mixture)"
+        if not header.numel:
+            return Copy(), "base (it is empty)"
         rule = self._first_match(header.name, info.role)
         if rule is not None:
             return self._by_rule(rule, header, info)
-        if (why := _unmerged(header)) is not None:
-            return Copy(compared=True), f"base ({why})"
+        if not header.dtype.is_floating_point:
+            return Copy(compared=True), f"base ({header.dtype} is not merged)"
         setting, value = self._setting(info.role)
         if value == "base":
             return Copy(), f"base ({setting})"
@@ -109,7 +111,7 @@ class Rules:
         kernels = self._recipe.tensors.convolutions == "method"
         if info.role not in _MATRICES and not (info.role is Role.CONV and kernels):
             return None
-        if len(header.shape) < 2 or not header.dtype.is_floating_point:
+        if len(header.shape) < 2 or not (header.numel and header.dtype.is_floating_point):
             return None
         split = self._recipe.tensors.fused == "split" and info.parts is not None
         return replace(info.layout, parts=info.parts) if split else info.layout
@@ -137,8 +139,8 @@ class Rules:
         )
         if rule.use in ("base", "head"):
             return Copy(), f"{rule.use} ({text})"
-        if (why := _unmerged(header)) is not None:
-            return Copy(compared=True), f"base ({why})"
+        if not header.dtype.is_floating_point:
+            return Copy(compared=True), f"base ({header.dtype} is not merged)"
         if rule.use == "average":
             return self._average(text)
         return self._merge(self._way_of(rule), header, info, reason=text)
@@ -190,10 +192,3 @@ class Rules:
             given = self.layers.parameters(name, settings.given)
             settings = replace(settings, given=given)
         return settings.at(name, self.layers.depth(name))
-
-
-def _unmerged(header: TensorHeader) -> str | None:
-    """Return why no method can merge a tensor; None: one can."""
-    if not header.dtype.is_floating_point:
-        return f"{header.dtype} is not merged"
-    return "it is empty" if 0 in header.shape else None

@@ -12,14 +12,13 @@ import torch
 
 from covmerge.base.types import TensorHeader
 from covmerge.files.checkpoints.json_file import as_list, as_object
-from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
+from covmerge.files.quantised.bitsandbytes import NF4, EightBit, FourBit
 from covmerge.files.quantised.formats import FORMATS
 from covmerge.files.quantised.gptq import AWQ_SHIFTS, Grouped
 from covmerge.files.quantised.integers import WORD, Mixed
 from covmerge.files.quantised.mxfp4 import GROUP, Experts
 from covmerge.files.quantised.packed import Packed
 from covmerge.files.quantised.scaled import ROW, TENSOR, Block, Scaled
-from covmerge.files.quantised.writing.bitsandbytes import NF4
 from covmerge.files.quantised.writing.gguf import WRITTEN
 from covmerge.files.quantised.writing.like import packing_like
 from covmerge.files.quantised.writing.packing import Packing
