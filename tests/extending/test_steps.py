@@ -310,9 +310,7 @@ def test_data_of_stored_tensors_is_not_turned():
     assert composed("regmean", ["whiten"]).unit_for({}) == "matrix"
 
 
-FACTORED = advice(
-    "step '{}' needs the base and is `factored`: the base has no basis of low rank; l"
-)
+FACTORED = advice("'{}' needs the base and is `factored`: the base has no basis of low rank; l")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ class AceDiagnostics(Diagnostics):
 
     @property
     def fired(self) -> bool:
-        """Whether the gate fired."""
         return self.gate_fired
 
     @property
@@ -133,7 +132,6 @@ class AceDiagnostics(Diagnostics):
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Self:
-        """Read the diagnostics from covmerge.json."""
         pole = {"gamma": inf} if facts.get("gamma", 0.0) is None else {}
         return super().from_json({**facts, **pole})
 

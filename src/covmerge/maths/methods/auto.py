@@ -56,7 +56,6 @@ class AutoDiagnostics(Diagnostics):
     agreement: float | None = None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """Return the diagnostics by headings."""
         return {
             "N, unlike experts": self.unlike_experts,
             "h, flat share": self.flat_share,

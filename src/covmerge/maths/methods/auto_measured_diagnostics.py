@@ -155,7 +155,6 @@ class EqualisedMeasured(Diagnostics):
         return self.outputs_length if self.inputs_known else None
 
     def report_columns(self, experts: Sequence[str]) -> Mapping[str, str | float | None]:
-        """Return the cells of one matrix in a report's table, by heading."""
         share, away = self.directions_in_use, self.towards_least_squares
         less, cut = (
             [e for e, value in zip(experts, values, strict=False) if 0.0 < value < _LESS]

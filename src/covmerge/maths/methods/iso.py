@@ -56,7 +56,6 @@ class UnsureTasks(Summary):
     """Summary of tensors whose task directions rounding of stored weights may turn, by `turned_by`."""
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """Return a note if directions may be off by more than a thousandth."""
         found = {one.tensor: max(facts([one], "turned_by"), default=0.0) for one in diagnostics}
         unsure = {name: off for name, off in found.items() if off > _UNSURE}
         if unsure:

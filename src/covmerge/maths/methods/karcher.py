@@ -39,7 +39,6 @@ class _Mean:
     width: int
 
     def rows(self, rows: range) -> Tensor:
-        """Return the mean of some rows."""
         return self.merged[rows.start * self.width : rows.stop * self.width]
 
 

@@ -78,7 +78,6 @@ class AnyRows:
     found: Any
 
     def rows(self, rows: range) -> Any:
-        """Return the result."""
         del rows
         return self.found
 

@@ -61,7 +61,6 @@ class KeptEntries:
     width: int = 1  # the number of entries of a row
 
     def rows(self, rows: range) -> KeptEntries:
-        """Return the kept entries of some rows."""
         if self.mask is not None:
             return replace(self, mask=self.mask[rows.start : rows.stop])
         start = rows.start * self.width

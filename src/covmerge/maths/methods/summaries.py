@@ -22,11 +22,9 @@ class Unchanged(Summary):
     """Summary of experts that did not change a matrix and were left out of its sums, by `unchanged`."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """Return the number of such updates."""
         return {"unchanged_updates": sum(facts(diagnostics, "unchanged"))}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        """Return the row."""
         count = sum(facts(diagnostics, "unchanged"))
         yield (
             "unchanged",
@@ -38,11 +36,9 @@ class Jitter(Summary):
     """Summary of what Cholesky factorisations added to the diagonal, by `jitter`."""
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """Return the largest jitter."""
         return {"largest_jitter": max(facts(diagnostics, "jitter"), default=0.0)}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        """Return the row if anything was factorised."""
         found = facts(diagnostics, "jitter")
         if found:
             largest = max(found)
@@ -57,7 +53,6 @@ class Counted(Summary):
     text: str  # a note with places for `{count}`, `{tensors}` and their `{names}`
 
     def notes(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[str]:
-        """Return the note if the count is not 0."""
         found = {one.tensor: sum(facts([one], self.fact)) for one in diagnostics}
         found = {name: count for name, count in found.items() if count}
         if found:
@@ -77,12 +72,10 @@ class Median(Summary):
     least: float = -inf  # the row is left out if the median is not larger than this
 
     def totals(self, diagnostics: Sequence[TensorDiagnostics]) -> Mapping[str, Json]:
-        """Return the median."""
         found = facts(diagnostics, self.fact)
         return {self.fact: median(found) if found else None}
 
     def rows(self, diagnostics: Sequence[TensorDiagnostics]) -> Iterator[tuple[str, str]]:
-        """Return the median with the range."""
         found = facts(diagnostics, self.fact)
         if not found or median(found) <= self.least:
             return
