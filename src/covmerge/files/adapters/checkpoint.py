@@ -79,6 +79,10 @@ _LOST_BIASES = (
     "{} was trained with bias = lora_only and stores no bias: PEFT 0.8 to 0.20 did not save them. Where "
     "its layers have none, nothing is missing; otherwise save the trained model again with peft 0.21.2"
 )
+_LOST_LORA_BIASES = (
+    "{} has lora_bias = true in its adapter_config.json and stores no lora_B.bias: as PEFT does, "
+    "these were taken as zero. If they were trained, fetch the file again"
+)
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
 
@@ -682,7 +686,9 @@ def _as_adapter(
         )
     biases = (name.removesuffix("weight") + "bias" for name in contents.updates)
     lacks = config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(biases)
-    lost = (_LOST_BIASES.format(stored.source),) if lacks else ()
+    lost = [_LOST_BIASES.format(stored.source)] if lacks else []
+    if config.fields.get("lora_bias") and not any(n.endswith(".lora_B.bias") for n in headers):
+        lost.append(_LOST_LORA_BIASES.format(stored.source))
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
 
 
