@@ -65,7 +65,7 @@ from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
 from covmerge.files.checkpoints.remote import HubCheckpoint
-from covmerge.files.checkpoints.view import View
+from covmerge.files.checkpoints.view import View, without_wrappers
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
 from covmerge.files.stores.store import Store, StoredFile, child
@@ -689,6 +689,9 @@ def _as_adapter(
     lost = [_LOST_BIASES.format(stored.source)] if lacks else []
     if config.fields.get("lora_bias") and not any(n.endswith(".lora_B.bias") for n in headers):
         lost.append(_LOST_LORA_BIASES.format(stored.source))
+    wrapped = next((name for name in headers if without_wrappers(name) != name), None)
+    if wrapped is not None:
+        lost.append(f"{stored.source}: the names of wrappers were left out, as of '{wrapped}'")
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
 
 
