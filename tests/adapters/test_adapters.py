@@ -359,6 +359,17 @@ def test_fields_of_a_later_peft_that_are_off_are_noted(adapter: Path) -> None:
     assert "all off: new_in_2030, new_in_2031" in open_checkpoint(adapter).notes[0]
 
 
+def test_names_of_wrappers_are_left_out_with_a_note(adapter: Path) -> None:
+    right = open_checkpoint(adapter).low_rank.keys()
+    tensors = load_file(adapter / WEIGHTS)
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        wrapped = {n.replace("attention.", f"{wrapper}attention."): t for n, t in tensors.items()}
+        save_file(wrapped, adapter / WEIGHTS)
+        found = open_checkpoint(adapter)
+        assert found.low_rank.keys() == right
+        assert "the names of wrappers were left out, as of" in found.notes[-1]
+
+
 STEM = "base_model.model.bert.encoder.layer.0.attention.self.query"
 
 

@@ -112,10 +112,17 @@ def test_bone_is_miss(base: nn.Module, tmp_path: Path, init: object) -> None:
     check(base, tmp_path, expected)
 
 
-def test_biases_that_were_not_saved_are_told(base: nn.Module, tmp_path: Path) -> None:
-    config = config_of("LORA", target_modules=["first"], r=2, bias="lora_only")
-    trained(base, config, tmp_path)
-    said = "stores no bias: PEFT 0.8 to 0.20 did not save them"
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"bias": "lora_only"}, "stores no bias: PEFT 0.8 to 0.20 did not save them"),
+        ({"lora_bias": True}, "stores no lora_B.bias: as PEFT does, these were taken as zero"),
+    ],
+)
+def test_biases_that_were_not_saved_are_told(
+    base: nn.Module, tmp_path: Path, field: dict[str, object], said: str
+) -> None:
+    trained(base, config_of("LORA", target_modules=["first"], r=2, **field), tmp_path)
     assert said not in notes(base, tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     stored = load_file(file)

@@ -12,16 +12,19 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from covmerge.errors import CheckpointError
 from covmerge.files.checkpoints.base import fingerprint
 from covmerge.files.checkpoints.folder import open_folder
 from covmerge.files.checkpoints.open import open_checkpoint
+from covmerge.files.quantised.view import open_plain
 from covmerge.files.stores.hub import HubStore
 from covmerge.files.stores.hub_cache import HubModel
 from covmerge.files.stores.store import StoredFile, child
 from tests.advised import advice
 from tests.checkpoints.hub_server import COMMIT, Hub, connect, serve
+from tests.quantised.ggufs import save_llama
 
 ROWS = 4000
 TENSORS = {
@@ -214,6 +217,20 @@ def test_a_push_between_planning_and_download_is_noticed(single: None, hub: Hub)
     again = open_checkpoint("org/name")
     again.materialize()
     assert torch.equal(again.read("a"), TENSORS["a"])
+
+
+@pytest.mark.parametrize("most", [0, 5], ids=["single", "in parts"])
+def test_a_model_in_gguf_is_downloaded_at_once(upload: Path, request, most: int) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    config = LlamaConfig(**sizes, vocab_size=8, num_hidden_layers=1)
+    save_llama(LlamaForCausalLM(config), upload / "model.gguf", "F32", most=most)
+    (upload / "config.json").write_text(config.to_json_string())
+    request.getfixturevalue("hub")
+    checkpoint = open_plain("org/name")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(checkpoint.read(name), open_plain(upload).read(name))
+    assert "no safetensors of it: its weights were downloaded" in checkpoint.notes[0]
+    checkpoint.close()
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["single", "sharded"])

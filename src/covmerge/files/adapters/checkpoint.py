@@ -65,7 +65,7 @@ from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
 from covmerge.files.checkpoints.remote import HubCheckpoint
-from covmerge.files.checkpoints.view import View
+from covmerge.files.checkpoints.view import View, without_wrappers
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
 from covmerge.files.stores.regular_file import failing_as
@@ -79,6 +79,10 @@ _MAX_VALUES = 100_000  # of a configuration; it may list thousands of modules
 _LOST_BIASES = (
     "{} was trained with bias = lora_only and stores no bias: PEFT 0.8 to 0.20 did not save them. Where "
     "its layers have none, nothing is missing; otherwise save the trained model again with peft 0.21.2"
+)
+_LOST_LORA_BIASES = (
+    "{} has lora_bias = true in its adapter_config.json and stores no lora_B.bias: as PEFT does, "
+    "these were taken as zero. If they were trained, fetch the file again"
 )
 _MODEL = ("model.safetensors", "pytorch_model.bin", DIFFUSERS)
 
@@ -676,7 +680,12 @@ def _as_adapter(
         )
     biases = (name.removesuffix("weight") + "bias" for name in contents.updates)
     lacks = config.fields.get("bias") == "lora_only" and contents.replaced.keys().isdisjoint(biases)
-    lost = (_LOST_BIASES.format(stored.source),) if lacks else ()
+    lost = [_LOST_BIASES.format(stored.source)] if lacks else []
+    if config.fields.get("lora_bias") and not any(n.endswith(".lora_B.bias") for n in headers):
+        lost.append(_LOST_LORA_BIASES.format(stored.source))
+    wrapped = next((name for name in headers if without_wrappers(name) != name), None)
+    if wrapped is not None:
+        lost.append(f"{stored.source}: the names of wrappers were left out, as of '{wrapped}'")
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
 
 

@@ -19,6 +19,7 @@ from covmerge.files.adapters.types import OF_FILES, TYPES, AdapterType, kind_of
 from covmerge.files.adapters.types.entries import TOKENS, TRAINABLE_TOKENS
 from covmerge.files.adapters.types.lora import DIAGONAL, MAGNITUDE
 from covmerge.files.adapters.types.lycoris import DIFF, DIFFERENCE, OF_BIAS, OF_GROUPS, is_grouped
+from covmerge.files.checkpoints.view import without_wrappers
 
 _PARTS = {  # ends of names; a longer end comes before a shorter one that it ends in
     ".lora_A.weight": "down",
@@ -290,7 +291,7 @@ def _split(
     name: str, stored: Container[str], config: AdapterConfig | None, where: str
 ) -> tuple[str, str]:
     """Return a tensor's module and part; for a whole tensor, its own name and no part."""
-    module = name.removeprefix(PREFIX)
+    module = without_wrappers(name).removeprefix(PREFIX)
     adalora = config is not None and config.is_adalora
     table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
     if config is not None and (kind := config.kind) is not None:

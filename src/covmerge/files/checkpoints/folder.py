@@ -267,12 +267,17 @@ def _holds_model(names: Collection[str]) -> bool:
 def choose_weights(names: Collection[str], where: str, folders: Collection[str] = ()) -> str:
     """Return the name of the index or file of weights to read in a folder, chosen as transformers does.
 
-    A single safetensors file with another name is chosen too, unless it is one shard of several.
+    A single safetensors file with another name is chosen too, unless it is one shard of several, and a
+    single GGUF model where nothing else is.
 
     Raises:
         CheckpointError: there are no weights, or the choice is ambiguous.
     """
-    found = sorted(n for n in names if n.endswith(SAFETENSORS))
+    weighty = sorted(name for name in names if name.endswith((*WEIGHT_SUFFIXES, INDEX)))
+    models = {_kind(name) or name for name in weighty}
+    if len(models) == 1 and weighty[0].endswith(MODEL_SUFFIXES):
+        return weighty[0]
+    found = [n for n in weighty if n.endswith(SAFETENSORS)]
     for name in PREFERRED:
         if name in names:
             return name
@@ -306,7 +311,8 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
-            "to merge, or a folder that has it alone"
+            "to merge, or a folder that has it alone. From the Hub, "
+            "hf download NAME FILE --local-dir FOLDER makes one"
         )
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
@@ -443,10 +449,7 @@ def open_folder(source: str, store: Store) -> FileCheckpoint:
     modules = open_modules(store, names)
     if modules.weights and not holds_weights(names):
         return modules.joined(source, store, {}, beside)
-    weighty = [name for name in names if name.endswith((*WEIGHT_SUFFIXES, INDEX))]
-    models = {_kind(name) or name for name in weighty}
-    alone = len(models) == 1 and weighty[0].endswith(MODEL_SUFFIXES)
-    choice = weighty[0] if alone else choose_weights(names, where, store.folders())
+    choice = choose_weights(names, where, store.folders())
     notes: tuple[str, ...] = ()
     chosen = _existing(store, choice)
     if choice.endswith(INDEX):

@@ -294,6 +294,7 @@ def _open_pickled(
     if choice is not None:
         stem = choice.removesuffix(".index.json")
         stem = stem.removesuffix(".bin").removesuffix(".safetensors")
+        stem = re.sub(r"-[0-9]+-of-[0-9]+\.gguf$", "-", stem)
         weights += [name for name in store.names() if name.startswith(stem)]
     folder = store.download((*store.companions(), *weights))
     note = (
