@@ -128,7 +128,7 @@ def test_an_expert_that_changed_no_layer(tmp_path):
     """The change is what is held whole; without it the adapter would be empty."""
     base = {"h.0.fc.weight": torch.randn(4, 4), "h.0.ln.weight": torch.ones(4)}
     expert = {**base, "h.0.ln.weight": torch.full((4,), 1.5)}
-    with pytest.raises(CheckFailed, match="every update is zero.*: whole=True holds that whole"):
+    with pytest.raises(CheckFailed, match=r"every update is zero.*: whole=True holds that whole"):
         covmerge.extract(base, expert, tmp_path / "lora", rank=2)
     out = covmerge.extract(base, expert, tmp_path / "lora", rank=2, whole=True).path
     merged = covmerge.merge(base, {"lora": out}).tensors
