@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 import covmerge
-from covmerge.errors import InputError
+from covmerge.errors import CheckFailed, InputError
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build, fine_tuned, run
 from tests.e2e.test_adapter_output import base_of, experts
@@ -122,6 +122,17 @@ def test_what_is_lost_is_said(pair):
     assert result.stats["totals"]["left_out_energy"] == pytest.approx(outside / total, rel=1e-4)
     assert any("whole=True" in note for note in result.notes)
     peft.PeftModel.from_pretrained(base_of(pair), out)
+
+
+def test_an_expert_that_changed_no_layer(tmp_path):
+    """The change is what is held whole; without it the adapter would be empty."""
+    base = {"h.0.fc.weight": torch.randn(4, 4), "h.0.ln.weight": torch.ones(4)}
+    expert = {**base, "h.0.ln.weight": torch.full((4,), 1.5)}
+    with pytest.raises(CheckFailed, match=r"every update is zero.*: whole=True holds that whole"):
+        covmerge.extract(base, expert, tmp_path / "lora", rank=2)
+    out = covmerge.extract(base, expert, tmp_path / "lora", rank=2, whole=True).path
+    merged = covmerge.merge(base, {"lora": out}).tensors
+    assert torch.equal(merged["h.0.ln.weight"], expert["h.0.ln.weight"])
 
 
 TEXT = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

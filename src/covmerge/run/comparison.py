@@ -21,7 +21,7 @@ from covmerge.base.text import some
 from covmerge.base.types import Json
 from covmerge.base.version import __version__
 from covmerge.files.checkpoints.manifest import MANIFEST_NAME, read_comparison, read_manifest
-from covmerge.files.checkpoints.staging import Staging, check_not_input
+from covmerge.files.checkpoints.staging import Staging, check_not_input, remove_remains
 from covmerge.files.stores.address import local_path
 from covmerge.files.stores.local import LocalFolder
 from covmerge.maths.measures.retention import overall
@@ -364,6 +364,7 @@ class CompareJob:
         ]
         if self.out is not None:
             if self.options.resume and (self.out / MANIFEST_NAME).is_file():
+                remove_remains(self.out)
                 plans, checkpoints = checkpoints.plans(recipes, whole=True)
                 return stored(self.out, self.recipe, entries, checkpoints, plans)
             local_path(self.out)

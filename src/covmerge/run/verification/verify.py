@@ -73,9 +73,15 @@ def check_adapter(
     ranks |= dict.fromkeys(written.headers)
     wrong = sorted(n for n in {*ranks, *wanted} if ranks.get(n, 0) != wanted.get(n, 0))
     bad = [name for name, size in sizes.items() if not isfinite(size)]
-    changed = any(size for name, size in sizes.items() if ranks[name] is not None)
+    whole = [e for e in entries.values() if "adapter" in e and "rank" not in e["adapter"]]
+    # Of a tensor that is held whole the adapter has the weights, and the manifest has the update.
+    changed = any(e["merged_norm"] and e["rounding_loss"] < 1.0 for e in whole) or any(
+        size for name, size in sizes.items() if ranks[name] is not None
+    )
     strange = f"missing, unknown or of another rank: {some(wrong, 5)}"
     difference = "the updates are not all zero" if changed else "every update is zero"
+    if not changed and any(e.get("left_out") and e["merged_norm"] for e in entries.values()):
+        difference += f", and what changed has no place in it: {Hint('whole')} holds that whole"
     return (
         Check("coverage", not wrong, strange if wrong else _all_there(len(wanted))),
         Check("finite", not bad, some(bad, 5) or "no NaN or Inf"),
