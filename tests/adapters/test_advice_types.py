@@ -27,7 +27,7 @@ class Layers(nn.Module):
 
 
 def part(end, change):
-    """A tensor of the layer `first` becomes another one, or is no longer there (None)."""
+    """A tensor of the layer `first` becomes another one."""
 
     def damaged(tensors, config, base):
         name = next(name for name in tensors if name.endswith(f"first.{end}"))
@@ -65,6 +65,23 @@ ROWS = {
         ("LOHA", {"r": 2}),
         more("hada_t1", torch.ones(2, 2, 3, 3)),
         advice("has {} and no '{}' beside it: the file is incomplete, fetch it again"),
+    ),
+    "a factor of OLoRA that is missing": (
+        ("LORA", {"r": 2, "init_lora_weights": "olora"}),
+        lambda tensors, config, base: tensors.pop("base_model.model.first.lora_B.weight"),
+        advice("has {} and no '{}' beside it: the file is incomplete, fetch it again"),
+    ),
+    "(IA)³'s numbers are one": (
+        ("IA3", {"feedforward_modules": []}),
+        part("ia3_l", lambda t: torch.tensor(1.0)),
+        advice(
+            "where {} belongs: pass the base that the adapter was trained on, or fetch the adapter"
+        ),
+    ),
+    "OFT has more blocks than inputs": (
+        ("OFT", {"oft_block_size": 4, "r": 0}),
+        part("oft_R.weight", lambda t: torch.ones(15, 2)),
+        advice("has {} inputs, which are not {} blocks: fetch the adapter again"),
     ),
     "an empty part": (
         ("HRA", {"r": 4}),

@@ -36,9 +36,8 @@ def _ia3_shapes(layer: Layer) -> Mapping[str, Shape]:
 
 def _of_inputs(layer: Layer) -> bool:
     """Return whether inputs are scaled: of linear layers by shape, of convolutions by the configuration."""
-    shape = layer.parts["l"].shape
     if len(layer.shape) == 2:
-        return shape[0] == 1
+        return layer.size("l", 0) == 1
     assert layer.config is not None
     return layer.config.ends_in("feedforward_modules", layer.name)
 

@@ -99,7 +99,7 @@ def is_grouped(rank: int, up: Shape) -> bool:
 def _locon_shapes(layer: Layer) -> Mapping[str, Shape]:
     rank, window = layer.size("down", 0), layer.shape[2:]
     ones = tuple(1 for _ in window)
-    if is_grouped(rank, layer.parts["up"].shape):
+    if "up" in layer and is_grouped(rank, layer.parts["up"].shape):
         layer.refuse(OF_GROUPS)
     found = {"up": (layer.d_out, rank, *ones), **alpha_of(layer)}
     if MIDDLE in layer:

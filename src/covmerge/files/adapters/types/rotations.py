@@ -46,7 +46,9 @@ def _oft_shapes(layer: Layer) -> Mapping[str, Shape]:
     part = _part(layer)
     blocks, numbers = layer.size(part, 0), layer.size(part, 1)
     size = _size(numbers) if _shared(layer) else layer.d_in // max(1, blocks)
-    if blocks and (layer.d_in % size or (not _shared(layer) and layer.d_in != blocks * size)):
+    if blocks and (
+        not size or layer.d_in % size or not (_shared(layer) or layer.d_in == blocks * size)
+    ):
         layer.refuse(
             f"has {layer.d_in} inputs, which are not {blocks} blocks: fetch the adapter again"
         )
