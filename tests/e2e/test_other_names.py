@@ -94,6 +94,7 @@ def rename(folder, spelled):
     save_file({spelled(n): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("made", "spelled"),
     [
