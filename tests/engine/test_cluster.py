@@ -39,7 +39,7 @@ LARGE = {**NODE, "memory": 2**41}  # as it is told, for no machine has as much
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head and a large node, each of one core. A node more takes six seconds of a core."""
+    """A head and a large node, each of one core."""
     with pytest.MonkeyPatch.context() as patch:
         # Else its workers wait for whatever runs beside these tests.
         patch.setenv("RAY_worker_niceness", "0")
