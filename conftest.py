@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jinja2 import Environment
 from typer.main import get_command
 
-from covmerge.front.cli import machine
-from covmerge.methods import registry
-from covmerge.steps import registry as steps
 from tests.covering import EVERYTHING, covering
+
+# covmerge, which takes seconds, is imported in fixtures: the process that hands out the tests needs none.
 
 # The same examples everywhere and every time, however slow the machine is meanwhile. To search on:
 # `pytest --hypothesis-profile=default`.
@@ -73,8 +73,18 @@ def one_command_line() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_template() -> Iterator[None]:
+    """PEFT writes a model card beside each adapter: its template is compiled once, and not every time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Environment, "compile", cache(Environment.compile))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def little_is_measured() -> Iterator[None]:
     """A dry run measures the machine by small products; tests/cli/test_dry_run.py has it as it is."""
+    from covmerge.front.cli import machine
+
     small = {"_PRODUCT_SIDE": 64, "_EIGEN_SIDE": 32, "_SECONDS": 0.0, "_HASHED_BYTES": 2**16}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in small.items():
@@ -91,6 +101,9 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def forget() -> Iterator[None]:
     """Whatever a test registers is gone after it."""
+    from covmerge.methods import registry
+    from covmerge.steps import registry as steps
+
     before = {table: set(table.names()) for table in (registry, steps)}
     yield
     for table, names in before.items():

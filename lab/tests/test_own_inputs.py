@@ -28,6 +28,7 @@ from covmerge_lab.text import tasks as text_tasks
 from covmerge_lab.vision import VisionSuite
 from covmerge_lab.workers import ignore_progress
 from language import LEARNT, UNKNOWN, save_taught
+from tests.covering import by_day
 
 # transformers and PEFT warn of one another.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -215,7 +216,12 @@ def small_text(tmp_path_factory):
     return bench
 
 
-def test_the_default_beside_tuned_methods(small_text, tmp_path):
+def test_the_default_beside_tuned_methods(small_text, monkeypatch, tmp_path):
+    whole = {kind: tuned.grids(kind) for kind in ("full", "lora")}
+    some = {
+        kind: {m: grid[: by_day(2, 99)] for m, grid in of.items()} for kind, of in whole.items()
+    }
+    monkeypatch.setattr(tuned, "grids", some.get)
     study = STUDIES["tuned"]()
     found = study.run(small_text, [Variant("lora", 0)])
     save(study, small_text, found, tmp_path / "out", "covmerge study tuned")

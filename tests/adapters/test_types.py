@@ -424,7 +424,8 @@ def test_the_base_is_what_peft_computes_unmerged(
     monkeypatch.setitem(sys.modules, "pywt", filters_of_peft())
     expected = trained(base, config_of(kind, **fields), tmp_path)
     before = outputs(base.state_dict())
-    found = outputs(merged(base, tmp_path))
+    folded = merged(base, tmp_path)
+    found = outputs(folded)
     assert any(not torch.allclose(one, other) for one, other in zip(before, expected, strict=True))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
@@ -437,7 +438,7 @@ def test_the_base_is_what_peft_computes_unmerged(
         again = covmerge.merge(base.state_dict(), {"a": source}, "linear").tensors
         # VB-LoRA's files have weights, and its modules the logits that they are made of.
         off = {"rtol": 1e-6, "atol": 1e-7} if kind == "VBLORA" else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(dict(again), merged(base, tmp_path), **off)
+        torch.testing.assert_close(dict(again), folded, **off)
 
 
 def check_rows(base: nn.Module, folder: Path) -> None:

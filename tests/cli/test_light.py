@@ -48,7 +48,8 @@ def test_help_does_not_wait_for_torch():
 
 WITH_TORCH_ALONE = """
 import sys
-from covmerge.front.cli import app
+from covmerge.front.cli import app, machine
+machine._PRODUCT_SIDE, machine._EIGEN_SIDE, machine._SECONDS = 64, 32, 0.0  # a second of a dry run
 for arguments in {commands!r}:
     app(arguments, standalone_mode=False)
 optional = ("transformers", "huggingface_hub", "optuna", "matplotlib", "jinja2", "ray", "fsspec", "gguf")

@@ -43,6 +43,7 @@ def base_of(folder):
     return getattr(transformers, config.architectures[0]).from_pretrained(folder / "base").eval()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", EXACT)
 @pytest.mark.parametrize("saved_family", ["llama", "gpt2"], indirect=True)
 def test_peft_loads_it_and_it_is_the_full_merge(family, method):  # noqa: F811
@@ -136,6 +137,7 @@ def test_methods_that_look_at_entries_need_a_rank(family):  # noqa: F811
     peft.PeftModel.from_pretrained(base_of(family), family / "out")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "consensus", "free"])
 def test_at_full_rank_every_method_is_its_full_merge(family, method):  # noqa: F811
     """Thresholds over all tensors, random masks and the base itself are those of the full merge."""

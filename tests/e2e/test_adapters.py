@@ -93,6 +93,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_adapters_merge_like_the_models_they_become(family, method):
     # Adapters say which tensors they left alone; of full models a global trim counts those too.
@@ -242,6 +243,7 @@ def test_experts_trained_whole_are_what_peft_makes_of_them(moe, saved, tmp_path)
         torch.testing.assert_close(merged[name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["average", "actmat", "ace", "tsv_m", "ties"])
 def test_stacks_merge_like_the_models_they_become(moe, method):
     given = {"trim": "tensor"} if method == "ties" else {}

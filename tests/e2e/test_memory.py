@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.forked import Forked, run
+from tests.forked import Forked, printed, run
 
 WIDE = (512, 2048)
 NARROW = (128, 12288)  # merged in a fraction of the time of as many bytes of the other
@@ -52,6 +52,19 @@ def merge(*sources, **options):
     """Return the run's own report, with the kernel's high-water mark, or the errors."""
     done = run(MERGE, given(*sources, **options))
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+
+
+# The dry run of a merge.
+PLAN = """
+import json, sys
+from covmerge.front.api import plan_recipe
+from covmerge.plan.recipe import parse_recipe
+from covmerge.run.engine.options import RunOptions
+recipe = json.loads(sys.argv[1])
+options = RunOptions(**{name: recipe.pop(name) for name in ("threads", "workers")})
+del recipe["out"]
+print(plan_recipe(parse_recipe(recipe), options)[1].peak)
+"""
 
 
 def together(pid):
@@ -124,9 +137,9 @@ def test_max_memory_is_of_all_workers_together(tmp_path):
     """Measured over the tree of processes, page by page: of eight workers as many run as fit."""
     sources = save_layers(tmp_path, 3, HEAVY)
     how = {"method": "actmat", "threads": 1}
-    two = merge(*sources, tmp_path / "two", **how, workers=2)
+    two = printed(PLAN, given(*sources, tmp_path / "two", **how, workers=2))
     # The least that two of them are let do it in, but for what differs from start to start.
-    allowed = two["expected_peak_memory"] + 32 * 2**20
+    allowed = int(two) + 32 * 2**20
     limited = given(*sources, tmp_path / "limited", **how, workers=8, max_memory=allowed)
     (measured,), report = watched(together, Forked(MERGE, limited))
     assert measured <= allowed and report["workers"] == 2

@@ -21,6 +21,7 @@ from tests.checkpoints.hub_server import connect, serve
 from tests.cli.runs import covmerge as command
 from tests.e2e.test_advice import adapter
 from tests.folders import contents
+from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
 
 
@@ -187,8 +188,9 @@ def test_all_modules_of_a_sparse_encoder_are_merged(tmp_path, bert, build):
         torch.testing.assert_close(found.to_dense(), right.to_dense())
 
 
-def test_they_are_seen_wherever_tensors_are(tmp_path, bert):
+def test_they_are_seen_wherever_tensors_are(tmp_path, bert, monkeypatch):
     """In memory, shards, 16 bit, verify --deep, inspect, a dry run, other processes."""
+    fork_workers(monkeypatch)
     _, states = save(tmp_path, routed, bert)
     base, experts = sources(tmp_path)
     mean = covmerge.merge(base, experts, "average").tensors["query_2_Dense.linear.weight"]

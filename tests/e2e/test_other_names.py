@@ -131,6 +131,7 @@ def test_an_adapter_of_transformers_4_over_a_model_in_memory(made, now, older):
     torch.testing.assert_close(found, right + b @ a, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("made", "spelled"),
     [

@@ -101,6 +101,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["auto", "ties"])
 def test_a_part_is_merged_over_the_whole_as_over_itself(family, method, tmp_path):
     folder, theirs, ours = family

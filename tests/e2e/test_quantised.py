@@ -62,6 +62,7 @@ def adapters(folder):
     return {f"e{n}": folder / f"e{n}" / "adapter" for n in (1, 2)}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ace", "actmat", "average", "tsv_m", "knots", "ties"])
 def test_the_adapter_is_that_of_the_plain_base(quantised, method):
     """Also where a threshold is looked for over all tensors first."""

@@ -39,6 +39,7 @@ def merged_of(folder, kind, method, **given):
     return covmerge.merge(folder / "base", sources, method=method, **given).tensors
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("method", "parameters"), CASES)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("saved_family", ["llama", "bert"], indirect=True)
@@ -64,6 +65,7 @@ def test_adapters_merge_by_their_factors(family, method, parameters, dtype):  # 
     assert distance(found, expected, base) < {"float32": 1e-5, "float64": 1e-10}[dtype]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("method", "parameters"), CASES[:-1])
 def test_adapters_merge_like_the_models_they_become(family, method, parameters):  # noqa: F811
     base = load_file(family / "base" / "model.safetensors")

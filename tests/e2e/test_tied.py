@@ -14,6 +14,7 @@ import covmerge
 from covmerge.errors import CheckFailed, CovmergeError, InputError
 from tests.advised import advice
 from tests.cli.runs import covmerge as command
+from tests.forked import fork_workers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
@@ -201,6 +202,7 @@ def test_what_was_trained_as_one_stays_one(family, factors, whole, tmp_path):
     assert_computes(loaded(tmp_path / "out", family), wanted)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("embeddings", ["auto", False])
 @pytest.mark.parametrize("begun", ["pissa", "olora", "kasa"])
@@ -280,6 +282,7 @@ def test_trained_rows_beside_factors_of_a_tied_head(tmp_path):
     assert_computes(loaded(tmp_path / "out"), wanted)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("other", [("h", ""), ("e", ""), ("", "e")], ids=str)
 @pytest.mark.parametrize("kind", ["rows", "factors", "whole"])
 def test_what_stays_tied_beside_an_expert_that_unties(kind, other, tmp_path):
@@ -406,8 +409,9 @@ def updates(folder):
     return start, found
 
 
-def test_experts_of_both_kinds(pair):
+def test_experts_of_both_kinds(pair, monkeypatch):
     """The one that is tied gives the same update to both tensors; in other processes too."""
+    fork_workers(monkeypatch)
     experts = [f"--expert={name}={pair / name}" for name in ("tied", "own")]
     command(
         "merge", "--base", pair / "base", *experts, "--method=average", "--workers=2", pair / "out"

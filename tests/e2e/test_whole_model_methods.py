@@ -63,6 +63,7 @@ def blocks(request, monkeypatch):
     return block
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_ties_trims_over_the_whole_model(states, blocks, dtype):
     merged = covmerge.merge(*states, method="ties", dtype=dtype, out_dtype="float64").tensors
@@ -91,6 +92,7 @@ def test_ties_trims_by_the_update_not_by_the_tensor(states):
     assert changed == int(0.2 * total) + 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["dare_task_arithmetic", "dare_ties", "della"])
 def test_masks_depend_on_seed_and_names_alone(states, blocks, method):
     base, experts = states
@@ -105,6 +107,7 @@ def test_masks_depend_on_seed_and_names_alone(states, blocks, method):
     assert any(not torch.equal(other_seed[name], merged[name]) for name in base)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", ["BLOCK_ELEMENTS", "_PART_ELEMENTS"])
 @pytest.mark.parametrize(
     "method",

@@ -83,6 +83,7 @@ def test_inputs_arrive_as_they_were_read(transfer, dtype):
     assert way.send(Inputs(meta, {}))[0].base is meta
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "method, given",
     [("ace", {}), ("ties", {}), ("auto", {})],

@@ -34,6 +34,7 @@ def register_spy(**declared):
     return seen
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "tensors"),
     [

@@ -14,6 +14,7 @@ from tests.e2e.models import build, save_family
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("methods", [("ace", "ties"), ("average", "dare_ties")])
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_a_comparison_says_what_a_report_says(family, methods, tmp_path):

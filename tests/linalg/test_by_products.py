@@ -367,6 +367,7 @@ ASKING = ("tsv_m", "dc_merge", "iso_c", "iso_cts", "esm", "actmat", "wudi", "lot
 THESE = [pair for pair in VARIANTS if pair[0] in ASKING and pair[1].get("solver") != "adam"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("name", "params"), THESE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(48, 32), (8, 96), (64, 64)])
@@ -379,6 +380,7 @@ def test_methods_by_products_are_near_their_references(
     assert relative(merged.double(), reference) < (1e-3 if dtype == torch.float32 else 1e-7)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ["tsv_m", "dc_merge", "iso_c", "actmat", "wudi"])
 @pytest.mark.parametrize("kind", ["of rank 3", "copies", "opposite", "one unchanged"])
 @pytest.mark.parametrize("dtype", DTYPES)

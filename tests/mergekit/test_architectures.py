@@ -171,6 +171,7 @@ def merged(recipe, folder, out):
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", [*CASES, CUSTOM])
 @pytest.mark.parametrize(("recipe", "by_hand"), [(LINEAR, linear_by_hand), (TIES, ties_by_hand)])
 def test_it_is_merged_and_loads(name, recipe, by_hand, families, tmp_path, monkeypatch):

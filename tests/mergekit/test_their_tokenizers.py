@@ -261,6 +261,7 @@ def two_sizes(tmp_path):
     return tmp_path
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["linear", "slerp", "task_arithmetic"])
 @pytest.mark.parametrize(("base", "other"), [("small", "large"), ("large", "small")])
 def test_truncated(method, base, other, two_sizes):

@@ -31,6 +31,7 @@ def of(base, experts, rows=slice(None), places=None, known=()):
     return LinearGroup((), (1.0,) * len(own), base=base[rows], models=own, known=known)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "given"), [(name, given) for name, all_of in CASES.items() for given in all_of]

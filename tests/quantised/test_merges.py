@@ -56,6 +56,7 @@ def assert_same(one, other):
         assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["ties", "actmat"])
 def test_a_quantised_expert_is_merged_as_its_twin(models, tmp_path, method):
     """A global pass over rows first, and whole matrices."""

@@ -92,26 +92,27 @@ def test_an_expert_alone_comes_out_as_it_is(packed, form):
         assert torch.equal(ours[name].float(), theirs[name].float()), name
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("method", ["ties", "actmat"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_the_same_layout_as_the_base(packed, form):
+def test_the_same_layout_as_the_base(packed, form, method):
     """Off its unquantised twin by no more than the recorded loss, by whole matrices and by rows."""
     folder = packed(form)
-    for method in ("ties", "actmat"):
-        result = merged(folder, method, method=method, quantise="same")
-        merged(folder, f"{method}-twin", method=method, out_dtype="float32")
-        assert settings(folder / method) == FORMATS[form][1]
-        stored, base = weights(folder / method), weights(folder / "base")
-        assert {n: (t.dtype, t.shape) for n, t in stored.items()} == {
-            n: (t.dtype, t.shape) for n, t in base.items()
-        }
-        ours, exact = read(folder / method), read(folder / f"{method}-twin")
-        entries = result.stats["tensors"]
-        for name, tensor in ours.items():
-            lost = (tensor.float() - exact[name].float()).norm()
-            told = entries[name]["rounding_loss"] * entries[name]["merged_norm"]
-            assert lost == pytest.approx(told, rel=0.01, abs=1e-6)
-        assert covmerge.verify(folder / method).ok
-        assert recompute(folder / method, tensors=4).ok
+    result = merged(folder, method, method=method, quantise="same")
+    merged(folder, f"{method}-twin", method=method, out_dtype="float32")
+    assert settings(folder / method) == FORMATS[form][1]
+    stored, base = weights(folder / method), weights(folder / "base")
+    assert {n: (t.dtype, t.shape) for n, t in stored.items()} == {
+        n: (t.dtype, t.shape) for n, t in base.items()
+    }
+    ours, exact = read(folder / method), read(folder / f"{method}-twin")
+    entries = result.stats["tensors"]
+    for name, tensor in ours.items():
+        lost = (tensor.float() - exact[name].float()).norm()
+        told = entries[name]["rounding_loss"] * entries[name]["merged_norm"]
+        assert lost == pytest.approx(told, rel=0.01, abs=1e-6)
+    assert covmerge.verify(folder / method).ok
+    assert recompute(folder / method, tensors=4).ok
 
 
 def test_what_nobody_changed_is_the_bytes_of_the_base(packed):
@@ -379,6 +380,7 @@ def tmp_path_named(folder, name):
     return folder / name
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_the_command_line_shows_the_loss_by_layer(plain, tmp_path):
     flags = ["--quantise", "nf4", "--keep", "*.0.mlp.*", "--keep", "*norm*"]
     experts = [f"--expert={name}={plain / name}" for name in ("a", "b")]
@@ -419,6 +421,7 @@ def save_t5(folder, kind, layers=1, **changes):
     return type(first)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["T5", "UMT5"])
 @pytest.mark.parametrize(
     "form", ["fp8-block", "nf4", "int8", "fp8-channel", "int8-channel", "gptq", "awq"]
@@ -451,6 +454,7 @@ def test_what_transformers_keeps_in_float32_is_not_packed(tmp_path, form, kind):
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")  # it says what is wanted
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["T5", "UMT5"])
 @pytest.mark.parametrize("form", ["fp8-channel", "fp8-tensor", "int8-channel", "int4-group"])
 def test_t5_by_compressed_tensors(tmp_path, form, kind):
@@ -480,6 +484,7 @@ def test_t5_by_compressed_tensors(tmp_path, form, kind):
     assert float((plain - packed).norm() / plain.norm()) < 0.1  # it rounds activations too
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["T5", "UMT5"])
 @pytest.mark.parametrize("form", ["gptq", "awq"])
 def test_t5_in_layouts_whose_clients_do_not_run_here(tmp_path, form, kind):

@@ -146,6 +146,7 @@ def test_it_prints(browser, page, tmp_path):
     assert wide == []
 
 
+@pytest.mark.nightly
 def test_screenshots(browser, page, tmp_path):
     for label, size in (("desktop", DESKTOP), ("phone", PHONE)):
         for scheme in SCHEMES:

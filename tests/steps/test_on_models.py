@@ -11,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("steps", "on_factors"),
     [

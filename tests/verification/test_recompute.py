@@ -43,6 +43,7 @@ def forge(folder, name, edit):
     (folder / "covmerge.json").write_text(json.dumps(manifest))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["average", "actmat", "tsv_m", "dare_ties", "emr", "consensus"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_merge_is_what_its_sources_give(tmp_path, method, dtype):

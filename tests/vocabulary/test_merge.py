@@ -245,6 +245,7 @@ def test_methods_that_do_not_go_with_other_tokens_say_so(name, said, models, tmp
         assert covmerge.verify(tmp_path / "out").ok
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("arch", HEADS)
 @pytest.mark.parametrize("others", [(), ("t0",), ("t1",)])
 def test_an_expert_that_only_added_tokens(others, arch, models, tmp_path):

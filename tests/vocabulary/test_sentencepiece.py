@@ -74,6 +74,7 @@ def loaded(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["a", "b", "union"])
 @pytest.mark.parametrize(
     ("build", "config", "rows"),

@@ -39,8 +39,8 @@ def inline_svg(figure: Figure, name: str, label: str) -> str:
         anything.savefig(
             content,
             format="svg",
-            bbox_inches="tight",
-            pad_inches=0.05,
+            # All parts are there: "tight" would draw the figure once more before it asks the same.
+            bbox_inches=anything.get_tightbbox().padded(0.05),
             transparent=True,
             metadata=_NO_METADATA,
         )
