@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import covmerge
 from covmerge.errors import CheckFailed, InputError
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.e2e.models import build, fine_tuned, run
 from tests.e2e.test_adapter_output import base_of, experts
@@ -128,7 +129,8 @@ def test_an_expert_that_changed_no_layer(tmp_path):
     """The change is what is held whole; without it the adapter would be empty."""
     base = {"h.0.fc.weight": torch.randn(4, 4), "h.0.ln.weight": torch.ones(4)}
     expert = {**base, "h.0.ln.weight": torch.full((4,), 1.5)}
-    with pytest.raises(CheckFailed, match=r"every update is zero.*: whole=True holds that whole"):
+    said = advice(", and what changed has no place in it: --whole holds that whole")
+    with pytest.raises(CheckFailed, match=f"every update is zero{said}"):
         covmerge.extract(base, expert, tmp_path / "lora", rank=2)
     out = covmerge.extract(base, expert, tmp_path / "lora", rank=2, whole=True).path
     merged = covmerge.merge(base, {"lora": out}).tensors

@@ -266,7 +266,7 @@ def test_an_expert_of_which_only_the_head_was_trained():
 
 def test_weights_that_were_multiplied_go_along_the_base_and_are_no_fine_tune(models):
     change(models / "b", lambda tensors: tensors.update({n: 1000 * w for n, w in tensors.items()}))
-    assert "update of 999.0 times their norm" in stopped(models, "not-a-fine-tune")
+    assert "update of 999 times their norm" in stopped(models, "not-a-fine-tune")
 
 
 def test_rows_of_another_vocabulary_are_a_warning(models):

@@ -58,7 +58,7 @@ def stranger(matrices: Sequence[LayerSums], expert: str) -> Finding | None:
     return Finding(
         Severity.FAULT,
         f"is not a fine-tune of this base: its weights have a cosine of {middle:.2f} with the base's "
-        f"and an update of {relative:.1f} times their norm (medians of "
+        f"and an update of {relative:.3g} times their norm (medians of "
         f"{counted(len(known), 'matrix', 'matrices')}; a fine-tune has more than 0.9, and "
         "far less than 1). Find the base it was trained from",
         expert,
