@@ -50,7 +50,7 @@ def test_an_expert_that_epsilon_drowns_is_averaged_and_said():
     result = merged([1e-5, 0.5])
     assert not ridges(result)
     (note,) = (note for note in result.notes if "averaged" in note)
-    assert "nothing of the inputs of 1 updates" in note and "1 tensors (fc.weight)" in note
+    assert "nothing of the inputs of 1 updates" in note and "1 tensor (fc.weight)" in note
 
 
 def test_a_merged_update_longer_than_its_experts_together_is_said():
