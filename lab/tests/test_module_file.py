@@ -263,8 +263,8 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_a_pickle_may_make_is_bounded(tmp_path, name, monkeypatch):
     """With a tenth of the steps: tests/checkpoints/test_read_torch.py counts to the true limit."""
-    monkeypatch.setitem(pickle_bounds.check_steps.__kwdefaults__, "most", 200_000)
-    monkeypatch.setattr(pickled._next_pickle, "__defaults__", (200_000,))
+    for counts in (pickle_bounds.check_steps, pickled._next_pickle):
+        monkeypatch.setattr(counts, "__defaults__", (200_000,))
     content, message = BOMBS[name]
     path = tmp_path / "m.pt"
     path.write_bytes(content)

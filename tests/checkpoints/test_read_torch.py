@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import pickle_bounds
+from covmerge.files.checkpoints import pickle_bounds, pickled
 from covmerge.files.checkpoints.open import open_checkpoint
 from tests.advised import advice
 
@@ -280,7 +280,8 @@ def test_a_pickle_of_millions_of_objects_is_refused_before_any_is_made(
     tmp_path: Path, form: str, step: bytes, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One at the true limit, which takes seconds to count to."""
-    monkeypatch.setitem(pickle_bounds.check_steps.__kwdefaults__, "most", most)
+    for counts in (pickle_bounds.check_steps, pickled._next_pickle):
+        monkeypatch.setattr(counts, "__defaults__", (most,))
     bomb = b"\x80\x02" + step * (3 * most // 2) + b"."
     path = tmp_path / "pytorch_model.bin"
     if form == "zip":
