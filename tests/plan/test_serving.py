@@ -14,6 +14,7 @@ import transformers
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 
+import covmerge
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.plan.planning.adapter import who_loads_it
@@ -115,6 +116,19 @@ def test_peft_loads_what_vllm_does_not(family, tmp_path, expert, word):
     base = transformers.AutoModelForCausalLM.from_pretrained(family / "base")
     model = peft.PeftModel.from_pretrained(base, out)
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+def test_tensors_that_are_held_whole_are_named_in_an_order_of_their_own(tmp_path):
+    """The note was of the first two of a set, whose order is another one in each process."""
+    layers = [f"h.{number}" for number in range(9)]
+    base = {f"{n}.weight": torch.zeros(4, 4) for n in layers} | {
+        f"{n}.bias": torch.zeros(4) for n in layers
+    }
+    expert = {name: torch.ones_like(tensor) for name, tensor in base.items()}
+    merged = covmerge.merge(
+        base, {"a": expert}, "average", tmp_path / "out", form="adapter", rank=2, whole=True
+    )
+    assert any("9 tensors are held whole (h.0.bias, h.1.bias and 7" in n for n in merged.notes)
 
 
 # What vLLM replaces in a Llama, by the names of the parts that it packs later.

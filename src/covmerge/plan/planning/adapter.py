@@ -348,7 +348,7 @@ class _Whole:
         for module in sorted(self._modules):
             for parameter, tensor in self._inside[module]:
                 names[tensor.name].append(parameter)
-        for name in self._biases:
+        for name in sorted(self._biases):
             bias = self._tensors[name].info.parameter
             if bias not in names[name]:
                 names[name].insert(0, bias)
