@@ -4,7 +4,7 @@
 # Expected: the accuracy at a threshold of 0.7 beside that at 0.5, as each gives alone.
 # Seen: after the first batch the collection puts metrics with equal counts into one group, whatever their arguments, and from
 #   then on it updates one of them alone. A sure first batch, with no score between 0.5 and 0.7, hides the second threshold
-#   for the rest of the test set; other thresholds, ignore_index and top_k are lost likewise. Shuffling brings it back.
+#   for the rest of the test set; an ignore_index is lost likewise. Shuffling brings it back.
 # So: give compute_groups=False, or the groups by hand, where the metrics of a collection differ in their arguments.
 set -euo pipefail
 work=$(mktemp -d)
