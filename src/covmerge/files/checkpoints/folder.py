@@ -311,8 +311,8 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
-            "to merge, or a folder that has it alone. From the Hub, "
-            "hf download NAME FILE --local-dir FOLDER makes one"
+            "to merge, or a folder that has it alone. Of a model of the Hub, hf download NAME FILE gets "
+            "one and prints its path"
         )
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
