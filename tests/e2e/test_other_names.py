@@ -97,28 +97,6 @@ def rename(folder, spelled):
     save_file({spelled(n): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_prefix_before_all_names_of_the_base(beside):
-    """As a module of Lightning has that calls the model `net`, or a student beside its teacher."""
-    base = bert().state_dict()
-    moved = {name: tensor.mul(1.01) for name, tensor in base.items()}
-    expert = {f"net.student.{name}": tensor for name, tensor in moved.items()}
-    extra = {"metric.total": torch.ones(1)}
-    teacher = {f"net.teacher.{name}": tensor for name, tensor in base.items()} if beside else {}
-
-    def merged():
-        given = {"a": expert | extra | teacher}
-        return covmerge.merge(base, given, "average", tensors={"extra": "ignore"}).tensors
-
-    if beside:
-        with pytest.raises(TensorError, match="lost-update"):
-            merged()
-    else:
-        torch.testing.assert_close(merged(), moved)
-        with pytest.raises(TensorError, match="lacks: 'metric"):
-            covmerge.merge(base, {"a": expert | extra}, "average")
-
-
 def vit():
     return ViTModel(ViTConfig(**SIZES, intermediate_size=24, image_size=8, patch_size=4))
 
@@ -218,8 +196,7 @@ def test_wrappers_of_single_modules(part):
 
 
 @pytest.mark.parametrize(
-    ("prefix", "by"),
-    [("_forward_module.", "Lightning"), ("base_model.model.", "which the base has not")],
+    ("prefix", "by"), [("_forward_module.", "Lightning"), ("base_model.model.", "PEFT")]
 )
 def test_wrappers_of_the_whole_model(prefix, by):
     result = merged({f"{prefix}{name}": tensor for name, tensor in EXPERT.items()})
@@ -255,7 +232,7 @@ FLAGS = [
     {"extra": "ignore", "missing": "present"},
 ]
 STRANGE = {
-    "all of them": {f"{name}.net": tensor for name, tensor in EXPERT.items()},
+    "all of them": {f"net.{name}": tensor for name, tensor in EXPERT.items()},
     "all layers": {n.replace("layers", "blocks"): t for n, t in EXPERT.items()},
     "a layer": {n.replace("layers.1.fc", "layers.1.dense"): t for n, t in EXPERT.items()},
     "the norm": {n.replace("norm.weight", "norm.scale"): t for n, t in EXPERT.items()},

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 
 from covmerge.base.text import counted
 from covmerge.base.types import TensorHeader
@@ -14,6 +13,7 @@ from covmerge.files.checkpoints.pieces import Assembled, Assembly, Masked, Store
 from covmerge.files.checkpoints.view import WRAPPERS, View, differences, respelled, without_wrappers
 
 _PARALLEL = "module."  # prefix of DistributedDataParallel, DataParallel and AveragedModel
+_PEFT = "base_model.model."  # PeftModel's prefix; the model may have no adapter any more
 _AVERAGED = "n_averaged"  # AveragedModel's own tensor: the number of averaged models
 _SHOWN = 4  # the most differences that notes name
 
@@ -47,9 +47,10 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
     while names and all(name.startswith(_PARALLEL) for name in names):
         names = {name.removeprefix(_PARALLEL): old for name, old in names.items()}
         left_out.append(f"'{_PARALLEL}' (DistributedDataParallel)")
-    if base is not None and (prefix := _prefix(names, base.headers)):
-        names = {name.removeprefix(prefix): old for name, old in names.items()}
-        left_out.append(f"'{prefix}' (which the base has not)")
+    if base is not None and names.keys().isdisjoint(base.headers):
+        while names and all(name.startswith(_PEFT) for name in names):
+            names = {name.removeprefix(_PEFT): old for name, old in names.items()}
+            left_out.append(f"'{_PEFT}' (PEFT)")
     made, made_by = dict[str, Assembly](), ""
     renamed = dict[str, str]()
     if base is not None:
@@ -91,26 +92,6 @@ def unwrapped(checkpoint: Checkpoint, base: Checkpoint | None = None) -> Checkpo
             f"'{next(iter(made[name].stored()))}' and others as the base has them ({made_by})",
         )
     return checkpoint if base is None else as_part(checkpoint, base)
-
-
-def _prefix(names: Iterable[str], base: Collection[str]) -> str:
-    """Return what a program, such as PEFT or Lightning, put before most of the base's names.
-
-    It is '' if they have some of the base's names, or several prefixes are alike, as those of a student
-    and a teacher.
-    """
-    if any(name in base for name in names):
-        return ""
-    parts = (name.split(".") for name in names)
-    found = Counter(
-        ".".join(one[:at]) + "."
-        for one in parts
-        for at in range(1, len(one))
-        if ".".join(one[at:]) in base
-    )
-    most = max(found.values(), default=0)
-    best = [prefix for prefix, count in found.items() if count == most]
-    return best[0] if len(best) == 1 and 2 * most > len(base) else ""
 
 
 def _pruned(checkpoint: Checkpoint) -> Checkpoint:
