@@ -13,7 +13,7 @@ from covmerge.files.stores.store import StoredFile
 from tests.cli.runs import words
 from tests.e2e.test_resume import save_plain
 from tests.engine.test_ranks import _READING, _WAIT, command, has_claimed
-from tests.forked import Forked, fork_workers
+from tests.forked import Forked
 from tests.held import COMMAND_LINE, wait_until
 from tests.remote.conftest import Bucket, files
 from tests.remote.test_outputs import destination, sent
@@ -67,10 +67,7 @@ def claimed(cache: Path, number: int) -> bool:
 
 
 @pytest.mark.slow
-def test_processes_from_a_bucket(
-    bucket: Bucket, plain, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fork_workers(monkeypatch)
+def test_processes_from_a_bucket(bucket: Bucket, plain, whole, tmp_path: Path) -> None:
     merged = covmerge.merge(
         *in_bucket(bucket, plain), "ties", tmp_path / "out", shard_size="60KB", workers=2, threads=1
     )
