@@ -123,7 +123,7 @@ def test_base_and_experts(models):
     )
     assert list(ran.json["scores"]["scores"]) == ["base", "expert a", "average"]
     said = advice(
-        "put a file into a folder of its own as model.safetensors, and merge an adapter into"
+        "put a file into a folder of its own as model.safetensors, or save a model in memory"
     )
     assert any(re.match(f"not scored: expert b. .*{said}", note) for note in ran.json["notes"])
     assert ran.json["recommended"] == "average"  # of the methods, though "base" scores higher

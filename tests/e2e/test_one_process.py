@@ -326,7 +326,7 @@ def test_a_function_that_scores_is_told_what_to_give(tmp_path):
     found = covmerge.compare(
         state(), [state(1)], ["average"], tmp_path / "c", score=lambda folder: {"a": 1}, bounds=True
     )
-    said = advice("is given the folder of a whole model: save one in memory first")
+    said = advice("or save a model in memory")
     assert [note for note in found.notes if re.search(said, note)]
 
 

@@ -319,21 +319,24 @@ def lines_below(family):
 
 INTRO = """# Edge cases
 
-Generated from `tests/golden/edge_cases.json` and the code by
-`python -m tests.methods.test_edge_cases --markdown`; CI checks that it is current.
+This page shows what methods make of strange updates: the authors' published code, then covmerge. Look
+here if your layers are small, equal or zero, or if covmerge's numbers differ from a paper's code.
 
-Each cell: the norm of what the methods' published code returned, → the norm of what covmerge
-returns; one number where nothing is published. T = 4 updates of 24 × 40 of norm 0.4 unless the row
-says otherwise; the random numbers are not those of the published runs, so that norms of the same
-thing differ by a few percent. *NaN*: the result was not finite; *error*: the code raised; *refused*:
-a named error before any mathematics. 0 is below 1e-4. Every other cell of covmerge is finite, and
-its norm between a tenth of the largest update's and what the last line says; it points towards the
-sum of the updates, with one exception that is named.
+A cell has the norm of what the published code returned → the norm of what covmerge returns. It has one
+number where nothing is published.
 
-All methods: NaN or Inf in an update is an error that names the update, and half precision is computed
-in float32 and rounded once, whatever the published code does there (rows *one entry NaN*,
-*one entry Inf*, *bfloat16*). Where covmerge differs otherwise is said below each table, in the words
-of the method's own page."""
+- A row has T = 4 updates of 24 × 40 of norm 0.4, unless it says otherwise. The random numbers are not
+  those of the published runs, so norms of the same thing differ by a few percent.
+- *NaN*: the result was not finite. *error*: the code raised. *refused*: a named error before any
+  mathematics. 0 is below 1e-4.
+- Every other cell of covmerge is finite. Its norm is at least a tenth of the largest update's, and at most
+  what the last row says. It points towards the sum of the updates, with one exception that is named.
+- NaN or Inf in an update is an error that names the update. Half precision is computed in float32 and
+  rounded once.
+- Below each table are the other differences, in the words of the [method's page](methods.md).
+
+`python -m tests.methods.test_edge_cases --markdown` writes this page from `tests/golden/edge_cases.json`
+and the code."""
 
 
 def markdown():

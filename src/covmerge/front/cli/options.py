@@ -57,22 +57,22 @@ Run = Annotated[
     flag(
         WHAT,
         "DIR",
-        "Average the checkpoints of one training run: the folder of its checkpoint-500/ and so on.",
+        "Average the checkpoints of one training run. DIR is the folder with checkpoint-500/ and so on.",
     ),
 ]
 Last = Annotated[
     str | None,
     setting(
         *("last", WHAT, "N|N,M,..."),
-        help="The run's last N checkpoints; all without it. Several are several models in one reading: "
-        "OUT/last-N, OUT/last-M.",
+        help="Take the last N checkpoints of the run; all by default. N,M writes two models: OUT/last-N "
+        "and OUT/last-M.",
     ),
 ]
 Tokens = Annotated[
     str | None,
     setting(
         *("tokens", WHAT, "12B|8B,12B,..."),
-        help="In place of --last: the checkpoints of the run's last so many tokens.",
+        help="In place of --last: take the checkpoints of the last 12B (12 billion) tokens of the run.",
     ),
 ]
 TokensPerStep = Annotated[
@@ -88,9 +88,9 @@ RunWeights = Annotated[
     flag(
         WHAT,
         "equal|step|ema|linear|cosine|1-sqrt,...",
-        "What a checkpoint of the run counts for: as much as any other, as its number, --decay times "
-        "what the next one counts for, or so that the mean imitates a learning rate that decays "
-        "linearly, by a cosine or as 1 − √x.",
+        "Weights of the run's checkpoints. equal: all alike. step: by the step's number. ema: --decay "
+        "times that of the next checkpoint. linear, cosine, 1-sqrt: the mean imitates a learning rate "
+        "that decays so.",
         "--weights",
     ),
 ]

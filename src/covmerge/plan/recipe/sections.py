@@ -206,8 +206,8 @@ class Run(StrictModel):
     )
     tokens: str | Annotated[int, Field(strict=True)] | None = Field(
         default=None,
-        description="In place of `last`: the checkpoints of the last so many tokens of the run, such as "
-        "`12B` or 12000000000, by what each says in its trainer_state.json.",
+        description="In place of `last`: `12B` or 12000000000 takes the checkpoints of the run's last 12 "
+        "billion tokens, by what each says in its trainer_state.json.",
     )
     tokens_per_step: int | None = Field(
         default=None,

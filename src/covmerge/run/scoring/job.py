@@ -129,9 +129,9 @@ def candidates(
     if not left_out:
         return found, []
     note = (
-        f"not scored: {some(left_out)}. A scorer is given the folder of a whole model: save one in memory "
-        "first, put a file into a folder of its own as model.safetensors, and merge an adapter into "
-        "its base"
+        f"not scored: {some(left_out)}. A scorer needs the folder of a whole model. Make one and score it "
+        "by hand: merge an adapter into its base, put a file into a folder of its own as "
+        "model.safetensors, or save a model in memory"
     )
     return found, [note]
 
