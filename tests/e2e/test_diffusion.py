@@ -455,3 +455,14 @@ def test_names_of_a_transformers_authors(tmp_path, first, flat):
     assert any("are under the names of the model's authors" in note for note in result.notes)
     for name, tensor in right.items():
         torch.testing.assert_close(result.tensors[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_that_a_file_has_under_two_of_the_authors_names_is_refused(tmp_path):
+    base = {f"transformer_blocks.0.attn.to_{x}.weight": torch.zeros(4, 8) for x in "qkv"}
+    stems = "lora_unet_double_blocks_0_img_attn_qkv", "diffusion_model.double_blocks.0.img_attn.qkv"
+    file = {f"{stem}.lora_down.weight": torch.ones(1, 8) for stem in stems}
+    file |= {f"{stem}.lora_up.weight": torch.ones(12, 1) for stem in stems}
+    save_file(file, tmp_path / "lora.safetensors")
+    said = r"'double_blocks\.0\.img_attn\.qkv\.weight': remove one"
+    with pytest.raises(CheckpointError, match=said):
+        covmerge.merge(base, [tmp_path / "lora.safetensors"])
