@@ -13,6 +13,7 @@ from covmerge.errors import CheckpointError
 from covmerge.files.adapters.parts import diffusers_name, flat_name
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.reporting.job import ReportJob
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e import diffusion
@@ -463,6 +464,10 @@ def test_a_layer_that_a_file_has_under_two_of_the_authors_names_is_refused(tmp_p
     file = {f"{stem}.lora_down.weight": torch.ones(1, 8) for stem in stems}
     file |= {f"{stem}.lora_up.weight": torch.ones(12, 1) for stem in stems}
     save_file(file, tmp_path / "lora.safetensors")
-    said = r"'double_blocks\.0\.img_attn\.qkv\.weight': remove one"
+    said = advice("'{}' and '{}' are both of '{}': remove one")
     with pytest.raises(CheckpointError, match=said):
         covmerge.merge(base, [tmp_path / "lora.safetensors"])
+    kept = {name: tensor for name, tensor in file.items() if not name.startswith("lora_unet_")}
+    save_file(kept, tmp_path / "lora.safetensors")
+    result = covmerge.merge(base, [tmp_path / "lora.safetensors"], allow=["not-a-fine-tune"])
+    assert torch.equal(result.tensors["transformer_blocks.0.attn.to_v.weight"], torch.ones(4, 8))
