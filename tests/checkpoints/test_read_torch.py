@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from covmerge.errors import CheckpointError
-from covmerge.files.checkpoints import pickle_bounds, pickled
+from covmerge.files.checkpoints import pickle_bounds, pickled, unpickler
 from covmerge.files.checkpoints.open import open_checkpoint
 from tests.advised import advice
 
@@ -321,3 +321,33 @@ def test_an_average_beside_the_weights_is_named(tmp_path: Path) -> None:
     torch.save(found, tmp_path / "average.pt")
     with closing(open_checkpoint(tmp_path / "average.pt")) as checkpoint:
         assert torch.equal(checkpoint.read("w"), average["w"])
+
+
+def test_storage_of_bytes_may_end_in_a_part_of_a_number(tmp_path: Path) -> None:
+    data = torch.randint(0, 60, (4097,), dtype=torch.uint8)
+    state = {"w": data[:4096].view(torch.float32), "n": data[4:4096].view(torch.uint16)}
+    torch.save({"w": state["w"]}, tmp_path / "w.bin")
+    torch.save({"n": state["n"]}, tmp_path / "n.bin")
+    for name, value in state.items():
+        assert torch.equal(open_checkpoint(tmp_path / f"{name}.bin").read(name), value)
+
+
+def test_rows_of_a_transposed_tensor_are_read_without_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(300, 500).bfloat16()
+    torch.save({"w": weight.T, "e": weight.view(3, 100, 500).permute(2, 0, 1)}, tmp_path / "w.bin")
+    monkeypatch.setattr(unpickler, "_SPARSE", 2**10)
+    checkpoint, read = open_checkpoint(tmp_path / "w.bin"), list[int]()
+    plain = pickled._read_at
+
+    def counting(path: Path, start: int, size: int) -> bytearray:
+        read.append(size)
+        return plain(path, start, size)
+
+    monkeypatch.setattr(pickled, "_read_at", counting)
+    for name, whole in (("w", weight.T), ("e", weight.view(3, 100, 500).permute(2, 0, 1))):
+        assert torch.equal(checkpoint.read(name), whole)
+        read.clear()
+        assert torch.equal(checkpoint.read(name, range(20, 40)), whole[20:40])
+        assert sum(read) < weight.nbytes / 2

@@ -13,6 +13,7 @@ from covmerge.errors import CheckpointError
 from covmerge.files.adapters.parts import diffusers_name, flat_name
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.front.reporting.job import ReportJob
+from tests.advised import advice
 from tests.cli.runs import covmerge as command
 from tests.cli.runs import words
 from tests.e2e import diffusion
@@ -455,3 +456,18 @@ def test_names_of_a_transformers_authors(tmp_path, first, flat):
     assert any("are under the names of the model's authors" in note for note in result.notes)
     for name, tensor in right.items():
         torch.testing.assert_close(result.tensors[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_that_a_file_has_under_two_of_the_authors_names_is_refused(tmp_path):
+    base = {f"transformer_blocks.0.attn.to_{x}.weight": torch.zeros(4, 8) for x in "qkv"}
+    stems = "lora_unet_double_blocks_0_img_attn_qkv", "diffusion_model.double_blocks.0.img_attn.qkv"
+    file = {f"{stem}.lora_down.weight": torch.ones(1, 8) for stem in stems}
+    file |= {f"{stem}.lora_up.weight": torch.ones(12, 1) for stem in stems}
+    save_file(file, tmp_path / "lora.safetensors")
+    said = advice("'{}' and '{}' are both of '{}': remove one")
+    with pytest.raises(CheckpointError, match=said):
+        covmerge.merge(base, [tmp_path / "lora.safetensors"])
+    kept = {name: tensor for name, tensor in file.items() if not name.startswith("lora_unet_")}
+    save_file(kept, tmp_path / "lora.safetensors")
+    result = covmerge.merge(base, [tmp_path / "lora.safetensors"], allow=["not-a-fine-tune"])
+    assert torch.equal(result.tensors["transformer_blocks.0.attn.to_v.weight"], torch.ones(4, 8))

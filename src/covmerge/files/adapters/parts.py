@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -186,7 +186,7 @@ def updates_of_base(
     present: set[str] = set()
     missing: defaultdict[str, list[str]] = defaultdict(list)
     changes = list(updates)
-    of_authors = _of_authors(changes, base)
+    of_authors = _of_authors(changes, base, where)
     for update in changes:
         part = part_of(update.name)
         name = None if _is_of_another(part, folders) else names.find(update, part, where)
@@ -221,19 +221,25 @@ def updates_of_base(
 
 
 def _of_authors(
-    updates: Sequence[Update | Folded], base: Mapping[str, TensorHeader]
+    updates: Iterable[Update | Folded], base: Mapping[str, TensorHeader], where: str
 ) -> dict[str, list[Update | Folded]]:
     """Return updates as pieces for diffusers' base, where a file has a transformer's authors' names.
 
     Query, key and value are one layer to the authors: each takes the rows of B that are its own.
     """
-    named = {
-        update.name.removeprefix(part): update
+    named = [
+        (update.name.removeprefix(part), update)
         for update in updates
         if (part := part_of(update.name)) in _OF_UNET and update.shape is not None
-    }
-    rules = rules_of_lora(named, base)
-    stems = {dotted_name(name, rules): update for name, update in named.items()} if rules else {}
+    ]
+    rules = rules_of_lora([name for name, _ in named], base)
+    stems: dict[str, Update | Folded] = {}
+    for name, update in named if rules else ():
+        other = stems.setdefault(stem := dotted_name(name, rules), update)
+        if other is not update:
+            raise CheckpointError(
+                f"{where}: '{other.up}' and '{update.up}' are both of '{stem}': remove one"
+            )
     shapes = {name: update.shape for name, update in stems.items() if update.shape is not None}
     matrices = {name: _matrix(header.shape) for name, header in base.items()}
     made = converted(shapes, matrices, None, rules)[0] if rules else {}

@@ -70,7 +70,7 @@ def load_noted(path: Path) -> tuple[object, tuple[str, ...]]:
             file.seek(0)
             records = _load_bytes(file.read(), loading)
             notes.append(
-                f"{where} is in torch's format from before 1.6: all {size} bytes are in memory"
+                f"{where} is no zip archive, as torch has written since 1.6: all {size} bytes are in memory"
             )
     if any(not origin.startswith(_PLAIN) for origin in loading.kinds):
         notes.append(
@@ -132,8 +132,9 @@ def _load_members(
             entry = archive.getinfo(member)
         except KeyError:
             raise CheckpointError(f"{where} has no member {member}: {NEXT}") from None
-        # The real size of the member, not the size that the pickle states, limits what is allocated.
-        if not entry.compress_size == entry.file_size == count * dtype.itemsize:
+        # The real size of the member, not the size that the pickle states, limits what is allocated. A
+        # storage of bytes may end in a few bytes that are no whole number.
+        if entry.compress_size != entry.file_size or entry.file_size // dtype.itemsize != count:
             raise CheckpointError(
                 f"{where}: {member} holds {entry.compress_size} bytes, and {count} numbers of {dtype} "
                 f"take {count * dtype.itemsize}: {NEXT}"

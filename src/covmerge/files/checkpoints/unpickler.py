@@ -58,22 +58,38 @@ class Laid(_Fixed):
         return self.storage.dtype
 
     def tensor(self, rows: range | None = None) -> Tensor:
-        """Read (rows of) the tensor into its own memory; numbers in between in the storage are read too."""
+        """Read (rows of) the tensor into its own memory."""
         first, shape = self.offset, self.shape
         if rows is not None:
             first, shape = first + rows.start * self.strides[0], (len(rows), *shape[1:])
-        if 0 in shape:
-            return torch.empty(shape, dtype=self.dtype)
-        spanned = sum((n - 1) * step for n, step in zip(shape, self.strides, strict=True)) + 1
-        data = self.storage.read(first, spanned)
         # Read as bytes, stored booleans other than 0 and 1 stay as they are.
         dtype = torch.uint8 if self.dtype is torch.bool else self.dtype
-        laid = torch.as_strided(torch.frombuffer(data, dtype=dtype), shape, self.strides)
-        return laid.contiguous().view(self.dtype)
+        return self._read(first, shape, dtype).view(self.dtype)
+
+    def _read(self, first: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Read numbers with those between them; if these are most, as for rows of `w.T`, read halves."""
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        lengths = [(n - 1) * step for n, step in zip(shape, self.strides, strict=True)]
+        spanned = sum(lengths) + 1
+        if spanned * dtype.itemsize > _SPARSE and spanned > 2 * math.prod(shape):
+            axis = lengths.index(max(lengths))
+            half = shape[axis] // 2
+            sizes = (half, first), (shape[axis] - half, first + half * self.strides[axis])
+            halves = [
+                self._read(start, (*shape[:axis], size, *shape[axis + 1 :]), dtype)
+                for size, start in sizes
+            ]
+            return torch.cat(halves, axis)
+        data = self.storage.read(first, spanned)
+        return torch.as_strided(
+            torch.frombuffer(data, dtype=dtype), shape, self.strides
+        ).contiguous()
 
 
 NEXT = "fetch the file again, or save the state dict with safetensors.torch.save_file where you trust it"
 
+_SPARSE = 2**16  # bytes of a tensor that may be read with all that is between its numbers
 _MAX_NAMES = 10_000  # of classes and functions; a module has some tens of them
 _OF_TYPE = "torch._tensor._rebuild_from_type_v2"
 _PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
@@ -321,12 +337,7 @@ class Unpickler(pickle.Unpickler):
     ) -> Laid:
         """Return a tensor on the bytes of a storage without a dtype."""
         dtype = _OVER_BYTES.get(getattr(kind, "origin", ""))
-        if (
-            dtype is None
-            or not isinstance(storage, Storage)
-            or storage.dtype is not torch.uint8
-            or storage.count % dtype.itemsize
-        ):
+        if dtype is None or not isinstance(storage, Storage) or storage.dtype is not torch.uint8:
             raise CheckpointError(f"{self._where}: a tensor has no bytes or no dtype: {NEXT}")
         size, read = dtype.itemsize, storage.read
 
