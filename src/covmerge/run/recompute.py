@@ -405,7 +405,8 @@ def _farthest_block(
     def norms(values: Tensor) -> Tensor:
         rows = values.flatten(1)
         missing = (0, -rows.shape[1] % wide, 0, -len(rows) % high)
-        grid = pad(rows.square(), missing).unflatten(0, (-1, high)).unflatten(2, (-1, wide))
+        padded = pad(rows.square(), missing)
+        grid = padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)
         return grid.sum((1, 3)).sqrt_()
 
     # A scale below the dtype's normal numbers moves by its least number, times the integers.
