@@ -173,6 +173,32 @@ def test_layers_that_nobody_changed_are_computed_again_as_they_are_stored(plain,
     assert "down_proj.weight' is off by nan" in recompute(out, tensors=99).detail
 
 
+@pytest.mark.parametrize("form", ["gptq", "awq", "int4-group", "nf4"])
+def test_one_block_of_many_with_another_zero_point_or_scale(tmp_path, form):
+    """It is lost in what rounding all of a matrix changes."""
+    draw, name = torch.Generator().manual_seed(0), "model.layers.0.mlp.up_proj"
+    base = 0.02 * torch.randn(128, 512, generator=draw)
+    for seed, model in enumerate(NAMES):
+        (tmp_path / model).mkdir()
+        update = 0.02 * torch.randn(128, 512, generator=draw) if seed else 0
+        save_file({f"{name}.weight": base + update}, tmp_path / model / "model.safetensors")
+        (tmp_path / model / "config.json").write_text('{"model_type": "llama"}')
+    out = merged(tmp_path, "out", method="task_arithmetic", quantise=form).path
+    assert recompute(out).ok
+    (part,) = (n for n in weights(out) if re.search("qzeros|absmax|weight_scale", n))
+
+    def edit(tensor):
+        changed = tensor.clone()
+        if changed.dtype is torch.int32:
+            changed[1, 3] ^= 1
+        else:
+            changed.view(-1)[7] *= 1.25
+        return changed
+
+    forge(out, part, edit)
+    assert re.search(r"the 1 x \d+ weights from \[\d+, \d+\] on by 0", recompute(out).detail)
+
+
 def test_loss_by_layer_and_a_warning_where_rounding_is_more_than_the_update(plain):
     for name in ("a", "b"):
         model = llama(0, hidden_size=128, intermediate_size=256, num_hidden_layers=2)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from covmerge.base.errors import CheckpointError, InputError, TensorError
 from covmerge.base.settings import Hint
@@ -25,12 +26,13 @@ from covmerge.files.checkpoints.manifest import (
     recorded_in,
 )
 from covmerge.files.quantised.view import open_plain
+from covmerge.files.quantised.writing.packing import Blocks
 from covmerge.files.stores.remote import store_at
 from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.reference import REFERENCES
-from covmerge.plan.planning.forms import ModelTensor
+from covmerge.plan.planning.forms import ModelTensor, PackedTensor
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import TensorPlan, WorkItem
@@ -157,17 +159,19 @@ def _evenly(names: Sequence[str], count: int) -> list[str]:
 
 # Allowed error of a merge in float32, relative to the norm of the merged update.
 TOLERANCE = 1e-3
+# Number of integers of 8 bits, the most that a scale is multiplied by.
+_INTEGERS = 2**8
 # Allowed error of a router's entry, relative to the largest of its row: the base that makes the router
 # runs in bfloat16, which every processor rounds otherwise.
 _ROUTER = 1 / 16
 
 
 @dataclass(frozen=True)
-class _Element:
-    """The element of a tensor that is farthest from its recomputed value."""
+class _Farthest:
+    """The element or block of a tensor that is farthest from its recomputed value."""
 
     beyond: float = 0.0  # its distance, less what storing it may change
-    place: tuple[int, ...] = ()
+    what: str = "element []"
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class _Distance:
     update: float = 0.0
     weights: float = 0.0
     rounding: float | None = None  # error of rounding to a quantised format; None for plain dtypes
-    element: _Element = field(default_factory=_Element)
+    farthest: _Farthest = field(default_factory=_Farthest)
 
     def __add__(self, other: _Distance) -> _Distance:
         lost = [part.rounding for part in (self, other) if part.rounding is not None]
@@ -187,7 +191,7 @@ class _Distance:
             self.update + other.update,
             self.weights + other.weights,
             sum(lost) if lost else None,
-            max(self.element, other.element, key=lambda element: element.beyond),
+            max(self.farthest, other.farthest, key=_beyond),
         )
 
     def computed(self, compute_eps: float) -> float:
@@ -200,21 +204,26 @@ class _Distance:
         The computation may be off by e (`computed`). Storage rounds both results. Where e moves an
         element over the midpoint of two neighbouring numbers, the stored results differ by the distance
         of these numbers. Over the tensor this adds √(e · eps' ‖W‖) on average. A quantised format adds
-        √(e · √12 ‖Q(W) − W‖), and as much again because its scales move. A single element may be off by
-        no more than the whole matrix: by e, beside what storing it changes (`_farthest`).
+        √(e · √12 ‖Q(W) − W‖), and as much again because its scales move. A single element, or a block
+        with one scale, may be off by no more than the whole matrix: by e, beside what storing it changes
+        (`_farthest_element`, `_farthest_block`).
         """
         weights, error = sqrt(self.weights), self.computed(compute_eps)
         if self.rounding is None:
             allowed = error + sqrt(error * torch.finfo(stored).eps * weights)
         else:
             allowed = error + 2 * sqrt(error * sqrt(12 * self.rounding))
-        return max(_share(sqrt(self.error), allowed), _share(self.element.beyond, error))
+        return max(_share(sqrt(self.error), allowed), _share(self.farthest.beyond, error))
 
     def __str__(self) -> str:
         return (
             f"off by {sqrt(self.error):.2g}, where its update has norm {sqrt(self.update):.2g}, and "
-            f"element {list(self.element.place)} by {self.element.beyond:.2g} beside its rounding"
+            f"{self.farthest.what} by {self.farthest.beyond:.2g} beside its rounding"
         )
+
+
+def _beyond(farthest: _Farthest) -> float:
+    return farthest.beyond
 
 
 def _share(found: float, allowed: float) -> float:
@@ -329,7 +338,10 @@ def _compare(
             back = form.read_back(exact, stored.dtype, item.rows, changed=merged > 0)
             rounded = back.double()
             lost = square_norm(rounded - exact) if form.format else None
-            farthest = _farthest(stored, exact, rounded, item, packed=lost is not None)
+            farthest = _farthest_element(stored, exact, rounded, item, packed=lost is not None)
+            if isinstance(form, PackedTensor) and form.packing.blocks is not None:
+                block = _farthest_block(stored, exact, rounded, item, form.packing.blocks)
+                farthest = max(farthest, block, key=_beyond)
             error = square_norm(stored.double() - rounded)
             total += _Distance(error, merged, square_norm(rounded), lost, farthest)
         return total
@@ -351,9 +363,9 @@ def _compare(
     return found
 
 
-def _farthest(
+def _farthest_element(
     stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, *, packed: bool
-) -> _Element:
+) -> _Farthest:
     """Return the element that is farthest from its exact value, less what storing it may change.
 
     Storing a number changes it by at most half the distance to the next number of the dtype. If each
@@ -363,7 +375,7 @@ def _farthest(
     from rounding the exact rows.
     """
     if not stored.numel():
-        return _Element()
+        return _Farthest()
     off = (stored.double() - exact).abs()
     if packed:
         allowed = 2 * (rounded - exact).abs().max()
@@ -373,12 +385,45 @@ def _farthest(
         arithmetic = None if merge is None else merge.parameters.get("arithmetic")
         if arithmetic is not None:
             allowed += _step(stored, getattr(torch, arithmetic))
-    beyond = off.sub_(allowed).flatten()
+    beyond = off.sub_(allowed)
+    largest, place = _largest(beyond, item)
+    return _Farthest(largest, f"element {place}")
+
+
+def _farthest_block(
+    stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, blocks: Blocks
+) -> _Farthest:
+    """Return the block with one scale that is farthest from its exact values, less what storing may change.
+
+    Rounding changes a block by what it changes the exact one, or by twice as much where it takes another
+    scale. The scale may be the next one of its dtype, and reading the weights rounds once more.
+    """
+    high, wide = min(blocks.rows, len(stored)), min(blocks.columns, stored[0].numel())
+    scales = torch.finfo(blocks.scales)
+    eps = scales.eps + torch.finfo(stored.dtype).eps
+
+    def norms(values: Tensor) -> Tensor:
+        rows = values.flatten(1)
+        missing = (0, -rows.shape[1] % wide, 0, -len(rows) % high)
+        padded = pad(rows.square(), missing)
+        grid = padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)
+        return grid.sum((1, 3)).sqrt_()
+
+    # A scale below the dtype's normal numbers moves by its least number, times the integers.
+    least = _INTEGERS * scales.tiny * scales.eps * sqrt(high * wide)
+    allowed = 2 * norms(rounded - exact) + eps * norms(exact) + least
+    largest, (row, column) = _largest(norms(stored.double() - exact) - allowed, item, (high, wide))
+    return _Farthest(largest, f"the {high} x {wide} weights from {[row, column]} on")
+
+
+def _largest(beyond: Tensor, item: WorkItem, sizes: Sequence[int] = ()) -> tuple[float, list[int]]:
+    """Return the largest number and the place of its first weight; `sizes` are those of its block."""
     where = int(beyond.argmax())
-    place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), stored.shape)]
+    place = [int(axis) for axis in torch.unravel_index(torch.tensor(where), beyond.shape)]
+    place = [axis * size for axis, size in zip(place, sizes or [1] * len(place), strict=True)]
     if place and item.rows is not None:
         place[0] += item.rows.start
-    return _Element(max(0.0, float(beyond[where])), tuple(place))
+    return max(0.0, float(beyond.flatten()[where])), place
 
 
 def _step(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.bitsandbytes import EightBit, FourBit
 from covmerge.files.quantised.packed import PIECE, pieces
-from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.packing import Blocks, Packing, Part
 
 _SMALLEST = 1e-38
 _OFFSET = "nested_offset"
@@ -48,7 +48,9 @@ def of_eight_bit(packed: EightBit, headers: Mapping[str, TensorHeader]) -> Packi
     """Return the packing of a layer that is stored like a layer of a checkpoint."""
     weight, scales, *order = (headers[name] for name in packed.stored)
     parts = (Part(weight), Part(scales), *(Part(one, None) for one in order))
-    return Packing(packed, parts, ToEightBit(order[0].shape if order else None))
+    quantise = ToEightBit(order[0].shape if order else None)
+    blocks = Blocks(1, packed.header.shape[1], scales.dtype)
+    return Packing(packed, parts, quantise, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def of_four_bit(
         *(Part(headers[name], None) for name in (known, *beside)),
         Part(TensorHeader(state_name, (length,), torch.uint8), None),
     )
-    return Packing(packed, parts, quantise, whole=nested is not None)
+    alone = nested is None and width % packed.block == 0
+    blocks = Blocks(1, packed.block, headers[absmax].dtype) if alone else None
+    return Packing(packed, parts, quantise, whole=nested is not None, blocks=blocks)
 
 
 def _numbers(values: Tensor) -> tuple[float, ...]:

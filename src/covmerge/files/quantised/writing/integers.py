@@ -14,7 +14,7 @@ from covmerge.files.quantised.gptq import Grouped
 from covmerge.files.quantised.integers import WORD, run_of
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.scaled import Scaled
-from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.packing import Blocks, Packing, Part
 from covmerge.files.quantised.writing.scaled import nearer, smallest, symmetric_scales
 from covmerge.maths.linalg.stored import stored_as
 
@@ -102,7 +102,9 @@ def of_words(packed: Scaled, headers: Mapping[str, TensorHeader]) -> Packing:
     words, scale, shape = (headers[name] for name in packed.stored)
     rounding = Rounding(packed.bits, packed.block[1], scale.dtype, symmetric=True)
     quantise = ToWords(rounding, packed.header.shape, shape.dtype)
-    return Packing(packed, (Part(words), Part(scale), Part(shape, None)), quantise)
+    parts = (Part(words), Part(scale), Part(shape, None))
+    blocks = Blocks(1, rounding.group, rounding.scales)
+    return Packing(packed, parts, quantise, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ def of_grouped(packed: Grouped, headers: Mapping[str, TensorHeader], *, symmetri
     scales = headers[packed.stored[2]].dtype
     rounding = Rounding(packed.bits, packed.group, scales, symmetric, least=packed.less)
     parts = tuple(Part(headers[name], None) for name in packed.stored)
-    return Packing(packed, parts, ToGrouped(packed, rounding), whole=True)
+    quantise, blocks = ToGrouped(packed, rounding), Blocks(1, packed.group, scales)
+    return Packing(packed, parts, quantise, whole=True, blocks=blocks)
 
 
 def _words(numbers: Tensor, shifts: tuple[int, ...]) -> Tensor:

@@ -40,6 +40,21 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Blocks of weights with one scale.
+
+    Attributes:
+        rows: rows of a block, of the weight with all axes but the first as one.
+        columns: columns of a block.
+        scales: dtype of the scales.
+    """
+
+    rows: int
+    columns: int
+    scales: torch.dtype
+
+
+@dataclass(frozen=True)
 class Packing:
     """How one tensor is stored packed.
 
@@ -51,6 +66,8 @@ class Packing:
         whole: whether it needs all rows at once, because one number depends on all rows, or because rows
             lie side by side in a stored tensor.
         group: number of rows that are stored in another order among each other.
+        blocks: the blocks with one scale; None: a scale is a power of two or depends on other blocks, so
+            that the least change of a weight may change the rounding of others much.
     """
 
     packed: Packed
@@ -58,6 +75,7 @@ class Packing:
     quantise: Callable[[Tensor], tuple[Tensor, ...]]
     whole: bool = False
     group: int = 1
+    blocks: Blocks | None = None
 
     @property
     def step(self) -> int | None:

@@ -14,7 +14,7 @@ from covmerge.base.types import TensorHeader
 from covmerge.files.quantised.integers import BIAS, scales_of
 from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.scaled import EXPONENTS, Scaled
-from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.packing import Blocks, Packing, Part
 from covmerge.maths.linalg.stored import stored_as
 
 # Scales of integers: their least value, and the use of the lowest integer, which has no positive
@@ -165,7 +165,7 @@ def of_scaled(
     """Return the packing of a layer that is stored like a layer of a checkpoint."""
     weight, scale, *zeros = (headers[name] for name in packed.stored)
     rows, _ = packed.header.shape
-    high, _ = packed.block
+    high, wide = packed.block
     by_row = Fraction(1, high)
     of_powers = powers or scale.dtype in EXPONENTS
     quantise = ToScaled(
@@ -177,7 +177,8 @@ def of_scaled(
         len(scale.shape),
     )
     parts = (Part(weight), Part(scale, by_row), *(Part(zero, by_row) for zero in zeros))
-    return Packing(packed, parts, quantise, whole=high >= rows)
+    blocks = None if of_powers else Blocks(high, wide, scale.dtype)
+    return Packing(packed, parts, quantise, whole=high >= rows, blocks=blocks)
 
 
 def _spread(scales: Tensor) -> Tensor:
