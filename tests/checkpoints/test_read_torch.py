@@ -1,5 +1,6 @@
 """Files of torch.save: tensors are read, code never runs."""
 
+import json
 import os
 import pickle
 import re
@@ -351,3 +352,12 @@ def test_rows_of_a_transposed_tensor_are_read_without_the_others(
         read.clear()
         assert torch.equal(checkpoint.read(name, range(20, 40)), whole[20:40])
         assert sum(read) < weight.nbytes / 2
+
+
+def test_a_module_without_parameters_may_have_a_file_without_tensors(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    modules = [{"path": "", "type": "models.Transformer"}, {"path": "1_Own", "type": "own.Module"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Own").mkdir()
+    torch.save({}, tmp_path / "1_Own" / "pytorch_model.bin")
+    assert list(open_checkpoint(tmp_path).headers) == ["w"]

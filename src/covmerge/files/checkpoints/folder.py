@@ -541,7 +541,11 @@ def open_file(source: str, file: StoredFile) -> FileCheckpoint:
 def _open_whole(file: StoredFile) -> dict[StoredFile, WeightFile]:
     """Open a file of weights, and the other parts of its model if it is one of several."""
     names = part_names(file.name)
-    return _open_all([file] if len(names) == 1 else [_existing(file.store, n) for n in names])
+    found = _open_all([file] if len(names) == 1 else [_existing(file.store, n) for n in names])
+    # A module of sentence-transformers may have a file without tensors, but a model may not.
+    if file.suffix in TORCH and not any(read.headers for read in found.values()):
+        raise CheckpointError(f"{file} holds a dict without tensors: is it the right file?")
+    return found
 
 
 def _open_all(files: Iterable[StoredFile]) -> dict[StoredFile, WeightFile]:

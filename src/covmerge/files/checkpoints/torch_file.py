@@ -75,8 +75,6 @@ def _state_dict(records: object, where: str) -> tuple[dict[str, Laid], tuple[str
                 f"{where}: {key!r} is a {origin_of(value)}, not a tensor, and no key of it holds a dict of "
                 f"tensors only: {SAVE_AGAIN}"
             )
-    if not content:
-        raise CheckpointError(f"{where} holds a dict without tensors: is it the right file?")
     names = {tensor_name(key, where, f", {SAVE_AGAIN}"): key for key in content}
     return {name: cast("Laid", content[key]) for name, key in names.items()}, notes
 
