@@ -184,7 +184,7 @@ def test_what_it_holds_is_in_the_plan(picked, tmp_path):
 def test_it_takes_tensors_as_they_are_stored():
     with pytest.raises(ValueError, match="sees weights: it takes tensors as they are stored"):
         covmerge.register("wrong", sees="weights")(lambda group: group.models[0])
-    with pytest.raises(ValueError, match="'wrong' needs Gram matrices, .*: leave out `unit`"):
+    with pytest.raises(ValueError, match=r"'wrong' needs Gram matrices, .*: leave out `unit`"):
         covmerge.register("wrong", data="gram", unit="element")(lambda group: group.updates[0])
     group = LinearGroup((), (1.0,), base=torch.zeros(2), models=(torch.ones(2),))
     assert group.tensors is group.models and group.shape == (2,)
