@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import covmerge
+from covmerge.errors import RecipeError
 from covmerge.maths.linalg.lapack import norm, svd
 from covmerge.maths.testing.strange import (
     EXPONENTS,
@@ -133,6 +134,8 @@ def test_strange_groups_in_another_order(method, shape, experts, seed):
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
 def test_matrices_without_entries(method, shape):
     assert covmerge.merge_layer([torch.zeros(shape)] * 2, method).shape == shape
+    with pytest.raises(RecipeError, match=r"weights \[1\.0\] for 2 updates"):
+        covmerge.merge_layer([torch.zeros(shape)] * 2, method, weights=[1.0])
     base = {"fc.weight": torch.zeros(4, 4), "empty.weight": torch.zeros(shape)}
     experts = {e: {**base, "fc.weight": torch.randn(4, 4)} for e in "ab"}
     merged = covmerge.merge(base, experts, method).tensors

@@ -15,6 +15,7 @@ from covmerge.maths.methods import slerp as slerp_module
 from covmerge.plan.planning.build import build_plans
 from covmerge.plan.recipe import parse_recipe
 from covmerge.registry import PerExpert
+from tests.advised import advice
 
 # Rows that several items hold, a vector, a scalar, and nothing at all.
 BASES = {"tensors": {"missing": "base"}}
@@ -186,6 +187,14 @@ def test_it_takes_tensors_as_they_are_stored():
         covmerge.register("wrong", sees="weights")(lambda group: group.models[0])
     group = LinearGroup((), (1.0,), base=torch.zeros(2), models=(torch.ones(2),))
     assert group.tensors is group.models and group.shape == (2,)
+
+
+def test_gram_matrices_belong_to_oriented_matrices():
+    said = advice("needs Gram matrices, which belong to oriented matrices: leave out `unit`")
+    with pytest.raises(ValueError, match=said):
+        covmerge.register("wrong", data="gram", unit="element")(lambda group: group.updates[0])
+    covmerge.register("right", data="gram")(lambda group: group.updates[0])
+    covmerge.methods.registry.unregister("right")
 
 
 def numbers(*shape, count=2):

@@ -93,13 +93,13 @@ def merge_layer(
     names = [f"update {place}" for place in range(len(updates))]
     parameters = registry.get(method).for_experts(parameters, names)
     _check(chosen, updates, data or (), base, stored)
-    if 0 in updates[0].shape:  # there is nothing to merge
-        return updates[0]
     shares = [1.0] * len(updates) if weights is None else list(weights)
     if len(shares) != len(updates) or not all(0 < weight < inf for weight in shares):
         raise RecipeError(
             f"weights {shares} for {len(updates)} updates: pass one positive, finite number each"
         )
+    if 0 in updates[0].shape:  # there is nothing to merge
+        return updates[0]
     # The weight of a single update scales the result.
     scale = shares[0] if len(shares) == 1 else 1.0
     shares = [1.0] if len(shares) == 1 else shares

@@ -1,4 +1,7 @@
-"""The public path of all methods by name."""
+"""The public path of all methods by name.
+
+`covmerge methods ties` and `covmerge.methods.get("ties").parameters` describe the parameters of a method.
+"""
 
 from covmerge.maths.methods import *  # noqa: F403
 

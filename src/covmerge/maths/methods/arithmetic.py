@@ -28,7 +28,7 @@ ArithmeticParameter = Annotated[
 Weight = Annotated[
     float | list[float],
     PerExpert(),
-    Field(description="factor of each expert, which multiplies its `weight` in the recipe"),
+    Field(description="w_t, factor of each expert, which multiplies its `weight` in the recipe"),
 ]
 
 Around = Annotated[

@@ -87,7 +87,7 @@ def dc_merge(
         float | None,
         Field(
             ge=1,
-            description="the largest of an update's singular values over its smallest, at most, once "
+            description="ρ: the largest of an update's singular values over its smallest, at most, once "
             "they are a line of the same sum; 1: their average; null: they stay. Published: 1 or 5 "
             "for adapters, null for full models",
         ),

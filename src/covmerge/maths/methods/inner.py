@@ -23,7 +23,7 @@ from covmerge.maths.methods.ties import ties
 from covmerge.maths.methods.tsv_m import tsv_m
 
 Inner = Literal["average", "task_arithmetic", "ties", "cart", "tsv_m", "iso_c"]
-InnerParameter = Annotated[Inner, Field(description="the method that merges in this space")]
+InnerParameter = Annotated[Inner, Field(description="f, the method that merges in this space")]
 InnerScale = Annotated[
     float, Field(description="λ or α of the inner method; the average is multiplied by it")
 ]

@@ -350,6 +350,11 @@ class Method(Computation):
                 f"method '{self.name}' sees weights: it takes tensors as they are stored, without data and "
                 "without a global pass; declare another `unit`, and leave out the others"
             )
+        if self.data == "gram" and self.takes_any_shape:
+            raise ValueError(
+                f"method '{self.name}' needs Gram matrices, which belong to oriented matrices: leave out "
+                "`unit`"
+            )
 
     @property
     def seeded(self) -> bool:

@@ -64,7 +64,7 @@ def pact(
         Field(gt=0.0, le=1.0, description="share of min(d_out, d_in) that V₀ has as directions"),
     ] = 0.8,
     own: Annotated[
-        int, Field(ge=0, description="directions of V_s; 0: all of V₀ is protected")
+        int, Field(ge=0, description="k, directions of V_s; 0: all of V₀ is protected")
     ] = 10,
 ) -> LinearGroup:
     """Take from every update the changes along inputs for which other experts need the base.
