@@ -32,7 +32,7 @@ from covmerge.files.tensors.views import matrix_shapes
 from covmerge.maths.linalg.lapack import square_norm
 from covmerge.maths.methods import Method, registry
 from covmerge.maths.reference import REFERENCES
-from covmerge.plan.planning.forms import ModelTensor, PackedTensor
+from covmerge.plan.planning.forms import ModelTensor
 from covmerge.plan.planning.operations import Merge
 from covmerge.plan.planning.types import Plan
 from covmerge.plan.planning.work import TensorPlan, WorkItem
@@ -339,8 +339,8 @@ def _compare(
             rounded = back.double()
             lost = square_norm(rounded - exact) if form.format else None
             farthest = _farthest_element(stored, exact, rounded, item, packed=lost is not None)
-            if isinstance(form, PackedTensor) and form.packing.blocks is not None:
-                block = _farthest_block(stored, exact, rounded, item, form.packing.blocks)
+            if form.blocks is not None:
+                block = _farthest_block(stored, exact, rounded, item, form.blocks)
                 farthest = max(farthest, block, key=_beyond)
             error = square_norm(stored.double() - rounded)
             total += _Distance(error, merged, square_norm(rounded), lost, farthest)

@@ -268,9 +268,8 @@ class AdapterCheckpoint(View):
                 "are under the names of the model's authors, and were read as diffusers reads such files"
             )
         named = self._with(Contents(updates, self._contents.replaced, folded=folded), *notes)
-        named.form = (
-            DIFFUSERS_FORM if of_authors else self.form
-        )  # the authors' layers are not all there
+        # The authors' fused layers are divided, so their own form has no names for these updates.
+        named.form = DIFFUSERS_FORM if of_authors else self.form
         return named
 
     def on_part(self, names: Mapping[str, str], root: str, note: str) -> AdapterCheckpoint:

@@ -16,7 +16,7 @@ from covmerge.base.text import keep_plain
 from covmerge.base.types import Json, LowRank, TensorHeader
 from covmerge.files.adapters.layout import AdaptedTensor, WholeTensor
 from covmerge.files.checkpoints.layout import HEADS_FOLDER, MASKS_FOLDER, packed_header
-from covmerge.files.quantised.writing.packing import Packing
+from covmerge.files.quantised.writing.packing import Blocks, Packing
 from covmerge.maths.linalg.auto import Cost, svd_cost
 from covmerge.maths.linalg.lapack import dot, square_norm
 from covmerge.maths.linalg.masks import pack
@@ -130,6 +130,11 @@ class Form:
     def rows_together(self) -> int | None:
         """Number of rows that must be written together; None: all rows."""
         return 1
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The blocks of weights with one scale; None: none, or they cannot be checked alone."""
+        return None
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         raise NotImplementedError
@@ -258,6 +263,10 @@ class PackedTensor(Form):
     @property
     def rows_together(self) -> int | None:
         return self.packing.step
+
+    @property
+    def blocks(self) -> Blocks | None:
+        return self.packing.blocks
 
     def places(self, output: TensorHeader, rows: range | None) -> tuple[Place, ...]:
         return tuple(Place(MODEL, part.header, block) for part, block in self.packing.held(rows))

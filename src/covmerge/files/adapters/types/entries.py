@@ -148,7 +148,12 @@ SUPERTUNING = AdapterType(
     by_rows=False,
     integers=frozenset({"indices"}),
     fields=(
-        *("r", "lora_alpha", "save_precomputed_indices", "sparsity", "select_top", "lora_dropout"),
+        "r",
+        "lora_alpha",
+        "save_precomputed_indices",
+        "sparsity",
+        "select_top",
+        "lora_dropout",
     ),
     refused=(
         "save_precomputed_indices",

@@ -75,8 +75,8 @@ LOHA = AdapterType(
     matrix=_loha_matrix,
     alpha="alpha",
     fields=(
-        *("r", "alpha", "rank_pattern", "alpha_pattern", "rank_dropout", "module_dropout"),
-        *("use_effective_conv2d",),
+        *("r", "alpha", "rank_pattern", "alpha_pattern"),
+        *("rank_dropout", "module_dropout", "use_effective_conv2d"),
     ),
 )
 
