@@ -1,8 +1,10 @@
 """Adapters: base and factors are what PEFT's own merge gives, or the adapter is refused by name."""
 
+import copy
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,15 @@ import torch
 from huggingface_hub import constants
 from peft import (
     AdaLoraConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
     LoraConfig,
+    OFTConfig,
     PromptTuningConfig,
     PsoftConfig,
     UniLoraConfig,
+    get_peft_model,
 )
 from safetensors.torch import load_file, save_file
 
@@ -367,7 +374,57 @@ def test_names_of_wrappers_are_left_out_with_a_note(adapter: Path) -> None:
         save_file(wrapped, adapter / WEIGHTS)
         found = open_checkpoint(adapter)
         assert found.low_rank.keys() == right
-        assert "the names of wrappers were left out, as of" in found.notes[-1]
+        assert "and its like were read as PEFT saves them" in found.notes[-1]
+
+
+OF_RUNNING = {
+    "LoRA": LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"]),
+    "DoRA": LoraConfig(target_modules=["q_proj"], use_dora=True),
+    "tokens": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 3]),
+    "AdaLoRA": AdaLoraConfig(target_modules=["q_proj"], total_step=9),
+    "LoHa": LoHaConfig(target_modules=["q_proj"]),
+    "IA3": IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "OFT": OFTConfig(target_modules=["q_proj"], oft_block_size=4),
+    "LN tuning": LNTuningConfig(target_modules=["norm"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("kind", OF_RUNNING)
+def test_a_state_dict_with_the_adapters_name(tmp_path: Path, kind: str, prefix: str) -> None:
+    torch.manual_seed(0)
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, copy.deepcopy(OF_RUNNING[kind]))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in trained.values():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "saved")
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    shutil.copy(tmp_path / "saved" / "adapter_config.json", raw)
+    torch.save({prefix + name: p.data for name, p in trained.items()}, raw / "adapter_model.bin")
+    right = covmerge.merge(tmp_path / "base", [tmp_path / "saved"], "average")
+    found = covmerge.merge(tmp_path / "base", [raw], "average")
+    assert any("and its like were read as PEFT saves them" in note for note in found.notes)
+    for name, tensor in right.tensors.items():
+        assert torch.equal(found.tensors[name], tensor)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_a_state_dict_of_two_adapters_is_refused_and_each_can_be_saved(tmp_path: Path) -> None:
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(base, lora(target_modules=["q_proj"], init_lora_weights=False))
+    model.add_adapter("b", lora(target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path / "saved", selected_adapters=["b"])
+    config = json.loads((tmp_path / "saved" / "b" / CONFIG).read_text())
+    both = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+    said = advice("save one alone (model.save_pretrained(FOLDER, selected_adapters=[NAME]))")
+    with pytest.raises(CheckpointError, match=said):
+        covmerge.merge(tmp_path / "base", {"a": (both, config)}, "average")
+    assert covmerge.merge(tmp_path / "base", [tmp_path / "saved" / "b"], "average").tensors
 
 
 STEM = "base_model.model.bert.encoder.layer.0.attention.self.query"
@@ -387,7 +444,10 @@ STEM = "base_model.model.bert.encoder.layer.0.attention.self.query"
             {f"{STEM}.lora_magnitude_vector": torch.ones(16)},
             advice("the files are of different versions, fetch them again"),
         ),
-        ({f"{STEM}.lora_A.default.weight": torch.ones(3, 16)}, "of no kind that is read"),
+        (
+            {f"{STEM}.lora_A.default.weight": torch.ones(3, 16)},
+            r"has both '.*lora_A.*' and '.*lora_A.*', of two adapters or copies",
+        ),
         ({f"{STEM}.base_layer.lora_A.weight": torch.ones(3, 16)}, "not the factor"),
     ],
 )

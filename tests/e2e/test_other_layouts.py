@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import transformers
-from diffusers.loaders import single_file_utils
+from diffusers.loaders import FluxLoraLoaderMixin, single_file_utils
 from safetensors.torch import save_file
 from torch.nn import utils
 from torch.nn.utils import prune
@@ -297,8 +297,8 @@ AUTHORS = {
 }
 
 
-@pytest.mark.parametrize("kind", AUTHORS)
-def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
+def of_diffusers(kind):
+    """Make tensors in the authors' layout, and the function by which diffusers reads them."""
     make, name = AUTHORS[kind]
     scope = dict(vars(single_file_utils))
     if name is not None:  # the width of Flux is written there as a number
@@ -310,7 +310,12 @@ def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
         return {n: t.contiguous() for n, t in scope[name](dict(tensors)).items()}
 
     torch.manual_seed(0)
-    base = make()
+    return make(), diffusers
+
+
+@pytest.mark.parametrize("kind", AUTHORS)
+def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
+    base, diffusers = of_diffusers(kind)
     expert = {name: t + 1e-3 * torch.randn_like(t) for name, t in base.items()}
     if "pos_embed" in base:
         expert["pos_embed"] = base["pos_embed"]
@@ -322,3 +327,58 @@ def test_as_the_authors_of_a_diffusion_transformer_store_it(kind):
             assert found.keys() == ours[1].keys()
             for key, tensor in ours[1].items():
                 torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
+
+
+def matrices(tensors):
+    return {n.removesuffix(".weight"): w for n, w in tensors.items() if w.dim() == 2}
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize("kind", [kind for kind, (_, name) in AUTHORS.items() if name])
+def test_a_lora_file_of_diffusers_over_the_authors_file(kind, prefix, tmp_path):
+    base, diffusers = of_diffusers(kind)
+    right, factors = diffusers(base), {}
+    for layer, weight in matrices(right).items():
+        down, up = torch.randn(2, weight.shape[1]), torch.randn(weight.shape[0], 2)
+        factors |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+        right[f"{layer}.weight"] = weight + up @ down
+    FluxLoraLoaderMixin.save_lora_weights(tmp_path, transformer_lora_layers=factors)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": "all-linear"}
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    (peft / "adapter_config.json").write_text(json.dumps(config))
+    of_peft = {f"base_model.model.{name}": factor for name, factor in factors.items()}
+    save_file(of_peft, peft / "adapter_model.safetensors")
+    comfy = {prefix + name: tensor for name, tensor in base.items()}
+    for expert in (tmp_path / "pytorch_lora_weights.safetensors", peft):
+        found = covmerge.merge(comfy, {"a": expert}, "average", allow=["not-a-fine-tune"]).tensors
+        assert found.keys() == comfy.keys()
+        found = diffusers({name.removeprefix(prefix): tensor for name, tensor in found.items()})
+        for name, tensor in right.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize("kind", ["flux", "sd3"])
+def test_lokr_and_dora_of_the_authors_layers_over_a_folder_of_diffusers(kind, magnitudes, tmp_path):
+    base, diffusers = of_diffusers(kind)
+    new, file = dict(base), {}
+    for layer, weight in matrices(base).items():
+        stem, (rows, columns) = f"lycoris_{layer.replace('.', '_')}", weight.shape
+        if magnitudes:
+            down, up, lengths = torch.randn(2, columns), torch.randn(rows, 2), torch.rand(rows, 1)
+            file |= {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up}
+            file |= {f"{stem}.alpha": torch.tensor(2.0), f"{stem}.dora_scale": lengths + 1}
+            updated = (weight + up @ down).double()
+            lengths = (lengths + 1) / updated.norm(dim=1, keepdim=True)
+            new[f"{layer}.weight"] = (updated * lengths).float()
+        elif rows % 2 == 0:
+            one, other = torch.randn(2, 1), torch.randn(rows // 2, columns)
+            file |= {f"{stem}.lokr_w1": one, f"{stem}.lokr_w2": other}
+            new[f"{layer}.weight"] = weight + torch.kron(one, other)
+    save_file(file, tmp_path / "file.safetensors")
+    experts = {"a": tmp_path / "file.safetensors"}
+    result = covmerge.merge(diffusers(base), experts, "average", allow=["not-a-fine-tune"])
+    assert any("under other names or in parts" in note for note in result.notes)
+    for name, tensor in diffusers(new).items():
+        torch.testing.assert_close(result.tensors[name], tensor, rtol=1e-6, atol=1e-6)

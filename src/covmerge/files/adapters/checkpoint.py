@@ -29,6 +29,7 @@ from covmerge.files.adapters.names import (
     looks_like_adapter,
     oriented,
     read_names,
+    saved_names,
 )
 from covmerge.files.adapters.other_libraries import (
     ADAPTERHUB_NAMES,
@@ -65,7 +66,7 @@ from covmerge.files.checkpoints.json_file import parse_object, read_object
 from covmerge.files.checkpoints.memory import MemoryCheckpoint
 from covmerge.files.checkpoints.pieces import Assembled, Assembly, Read, StoredTensor
 from covmerge.files.checkpoints.remote import HubCheckpoint
-from covmerge.files.checkpoints.view import View, without_wrappers
+from covmerge.files.checkpoints.view import View
 from covmerge.files.stores.hub import HubStore, cached_snapshot, is_offline
 from covmerge.files.stores.local import LocalFolder, local_file
 from covmerge.files.stores.regular_file import failing_as
@@ -330,11 +331,12 @@ class AdapterCheckpoint(View):
             {name: header for name, header in self.headers.items() if name not in taken}
             | {name: TensorHeader(name, one.shape, dtype) for name, one in made.items()}
         )
-        name = next(iter(made))
+        name, one = next(iter(made.items()))
+        part = next(names[part] for part in one.stored() if part in names)
         found.notes = (
             *self.notes,
-            f"{self.source} changes parts of {counted(len(made), 'tensor')} of the base, such as "
-            f"'{next(iter(taken))}' in '{name}': these are merged whole",
+            f"{self.source} changes {counted(len(made), 'tensor')} of the base under other names or in "
+            f"parts, such as '{part}' in '{name}': these are merged whole",
         )
         return found
 
@@ -663,6 +665,16 @@ def _as_adapter(
     notes: tuple[str, ...] = (),
 ) -> AdapterCheckpoint:
     """Return the stored tensors as the adapter that the configuration describes."""
+    saved = saved_names(stored.headers, config)
+    names = {new: old for old, new in saved.items()}
+    if old := next((old for old, new in saved.items() if names[new] != old), None):
+        raise CheckpointError(
+            f"{where} has both '{old}' and '{names[saved[old]]}', of two adapters or copies: save "
+            "one alone (model.save_pretrained(FOLDER, selected_adapters=[NAME]))"
+        )
+    if old := next((old for old, new in saved.items() if new != old), None):
+        stored = View(stored, names)
+        notes += (f"{where}: '{old}' and its like were read as PEFT saves them, '{saved[old]}'",)
     headers = {name: header for name, header in stored.headers.items() if header.module is None}
     contents = read_names(headers, config, stored.source)
     trained = {name: name for name in stored.headers if name not in headers}
@@ -682,9 +694,6 @@ def _as_adapter(
     lost = [_LOST_BIASES.format(stored.source)] if lacks else []
     if config.fields.get("lora_bias") and not any(n.endswith(".lora_B.bias") for n in headers):
         lost.append(_LOST_LORA_BIASES.format(stored.source))
-    wrapped = next((name for name in headers if without_wrappers(name) != name), None)
-    if wrapped is not None:
-        lost.append(f"{stored.source}: the names of wrappers were left out, as of '{wrapped}'")
     return AdapterCheckpoint(stored, contents, config, (*notes, *config.notes, *lost))
 
 

@@ -61,6 +61,8 @@ _OF_TRAINING = re.compile(r"\.lora_(velora_embed$|monteclora_sampler\.)")
 _RESIZED = ".token_adapter.base_layer."
 # The two copies that PEFT also saves of a whole trained table when it saves embeddings.
 _COPIES = re.compile(r"\.(?:modules_to_save|original_module)(?=\.)")
+_LEAF = re.compile(r"\.(?:weight|bias)$")
+_PARALLEL = "module."  # of DistributedDataParallel
 _OUT_PROJ = ".base_layer.out_proj"  # of nn.MultiheadAttention
 _Parts = Mapping[str, TensorHeader]
 _FLAT = ("lora_unet_", "lora_te", "lycoris_")
@@ -206,6 +208,29 @@ def looks_like_adapter(names: Iterable[str]) -> bool:
     return any(name.endswith(ends) or name.startswith(_FLAT) for name in names)
 
 
+def saved_names(names: Iterable[str], config: AdapterConfig) -> dict[str, str]:
+    """Return the names under which PEFT saves tensors, by the names in a running model's state dict.
+
+    Example: `.lora_A.weight` for `.lora_A.default.weight`. Names without an adapter's name stay.
+    """
+    kind = config.kind
+    ends = _ends(config) if kind is None else {**kind.ends, **kind.whole}
+    stems = {re.escape(_LEAF.sub("", end)) for end in ends} | {r"\.modules_to_save"}
+    either = "|".join(sorted(stems, key=len, reverse=True))
+    named = re.compile(rf"({either})\.(?!(?:weight|bias)$)[^.]+(?={_LEAF.pattern}|$)")
+    found: dict[str, str] = {}
+    for name in names:
+        plain = without_wrappers(name)
+        plain = plain.removeprefix(_PARALLEL) if plain.startswith(_PARALLEL + PREFIX) else plain
+        saved = named.sub(r"\1", plain)
+        if saved != plain:
+            saved = saved.replace(".modules_to_save.", ".")
+            short = saved.removesuffix(".weight")  # PEFT saves DoRA's magnitudes without it
+            saved = short if short.endswith((*ends,)) else saved
+        found[name] = saved
+    return found
+
+
 def read_names(
     stored: Mapping[str, TensorHeader],
     config: AdapterConfig | None,
@@ -287,13 +312,17 @@ def oriented(update: Update, conv1d: Container[str]) -> Update:
     return replace(update, transposed=transposed, shape=(columns, rows))
 
 
+def _ends(config: AdapterConfig) -> Mapping[str, str]:
+    """Return the ends of LoRA's and AdaLoRA's names, each with its part."""
+    return _ADALORA_PARTS if config.is_adalora else _PARTS
+
+
 def _split(
     name: str, stored: Container[str], config: AdapterConfig | None, where: str
 ) -> tuple[str, str]:
     """Return a tensor's module and part; for a whole tensor, its own name and no part."""
     module = without_wrappers(name).removeprefix(PREFIX)
-    adalora = config is not None and config.is_adalora
-    table = _FILE_PARTS if config is None else _ADALORA_PARTS if adalora else _PARTS
+    table = _FILE_PARTS if config is None else _ends(config)
     if config is not None and (kind := config.kind) is not None:
         table = kind.ends
         for end, leaf in kind.whole.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -15,9 +15,10 @@ from covmerge.base.errors import CheckpointError
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.folds import Folded
 from covmerge.files.adapters.names import Update
-from covmerge.files.checkpoints.authors_layouts import dotted_name, rules_of_lora
-from covmerge.files.checkpoints.conversions import converted
-from covmerge.files.checkpoints.pieces import StoredTensor
+from covmerge.files.checkpoints.authors_layouts import Given, dotted_name, rules_of_lora
+from covmerge.files.checkpoints.base import Checkpoint
+from covmerge.files.checkpoints.conversions import converted, in_authors_names, in_diffusers_names
+from covmerge.files.checkpoints.pieces import Assembled, StoredTensor
 
 # Names of a U-Net's layers in single-file checkpoints (input_blocks, ...), and diffusers' names.
 
@@ -260,6 +261,28 @@ def _of_authors(
         if sum(piece.shape[0] for piece in found[update.name] if piece.shape)
         == (update.shape or (0,))[0]
     }
+
+
+def in_layout_of(
+    names: Iterable[str], folded: Iterable[str], base: Checkpoint
+) -> tuple[Checkpoint, Sequence[Given]]:
+    """Return a transformer in the pieces that a file's names have, and the rules that lead back.
+
+    Files with diffusers' names are read over a base that has the authors'. Layers that are `folded`, under
+    the authors' names, are read over diffusers' base. Other bases are returned unchanged.
+    """
+    shapes = {name: header.shape for name, header in base.headers.items()}
+    stems = [name.removeprefix(part_of(name)) for name in names]
+    made = in_diffusers_names(shapes)
+    known = {flat_name(name.removeprefix(_UNET)) for name in shapes}
+    if {flat_name(name) for name in stems} & ({flat_name(name) for name in made} - known):
+        return Assembled(base, made), ()
+    inner = [name.removeprefix(part) for name in folded if (part := part_of(name)) in _OF_UNET]
+    rules = rules_of_lora(inner, shapes)
+    made = in_authors_names({dotted_name(name, rules) for name in inner}, shapes, rules)
+    if all(isinstance(one, StoredTensor) for one in made.values()):
+        return base, ()
+    return Assembled(base, made), rules
 
 
 def _numbers_of_rows(_: str, rows: range) -> Tensor:

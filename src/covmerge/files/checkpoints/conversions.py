@@ -155,6 +155,40 @@ def divided(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> di
     return found
 
 
+def in_diffusers_names(shapes: Mapping[str, Shape]) -> dict[str, Assembly]:
+    """Return diffusers' tensors of a transformer, of a file in its authors' layout; none in other files."""
+    rules = _rules(rules_for(shapes))
+    made: dict[str, Assembly] = {}
+    for to, group in _grouped(shapes, rules).items() if rules else ():
+        made.update(_outputs(to, group, shapes, _by_columns(to, group, shapes)))
+    return made
+
+
+def in_authors_names(
+    names: Iterable[str], base: Mapping[str, Shape], rules: Sequence[Mapping[str, Any]]
+) -> dict[str, Assembly]:
+    """Return an authors' tensors, of a base that has diffusers'; without those that the base lacks."""
+    made: dict[str, Assembly] = {}
+    known = {name: StoredTensor(name, shape) for name, shape in base.items()}
+    for to, group in _grouped(dict.fromkeys(names, ()), _rules(rules)).items():
+        parts = [base.get(target, ()) for target in _targets(to, group)]
+        if all(parts):
+            shape = (sum(part[0] for part in parts), *parts[0][1:])
+            made.update(_pieces(to, group, dict.fromkeys(group.all(), shape), known, {}))
+    return made
+
+
+def _by_columns(to: str, group: _Group, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Return the numbers of rows of Flux's q, k and v, as many as columns, and of what follows them."""
+    name, targets = group.all()[0], _targets(to, group)
+    weight = shapes.get(f"{name.rpartition('.')[0]}.weight", ())
+    if len(targets) == 1 or len(weight) != 2:
+        return {}
+    rows, columns = weight
+    taken = columns * (len(targets) - 1)
+    return {**dict.fromkeys(targets[:-1], (columns,)), targets[-1]: (rows - taken,)}
+
+
 def _by_heads(
     to: str, group: _Group, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 ) -> dict[str, Shape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import cast
@@ -13,6 +13,8 @@ import torch
 from covmerge.base.text import some
 from covmerge.base.types import TensorHeader
 from covmerge.files.adapters.checkpoint import AdapterCheckpoint
+from covmerge.files.adapters.parts import in_layout_of
+from covmerge.files.checkpoints.authors_layouts import Given
 from covmerge.files.checkpoints.base import Checkpoint
 from covmerge.files.checkpoints.conversions import converted, names_in_memory
 from covmerge.files.checkpoints.unwrapped import in_memory
@@ -122,23 +124,29 @@ def model_in_memory(base: Checkpoint, adapters: Iterable[AdapterCheckpoint]) -> 
 
 
 def _rejoined(adapter: AdapterCheckpoint, base: Model) -> AdapterCheckpoint | None:
-    """Return an adapter of split tensors over the base's whole ones; None: it changes no part."""
+    """Return an adapter of tensors in other pieces than the base's, over the base's; None: it has none."""
     whole = in_memory(base.checkpoint)
-    if whole is base.checkpoint:
-        return None
+    layout: Sequence[Given] = ()
+    if whole is base.checkpoint or _is_beside(adapter, base, Model.of(whole)):
+        whole, layout = in_layout_of(_held(adapter), adapter.folds.missing, base.checkpoint)
+        if whole is base.checkpoint:
+            return None
     view = Model.of(whole)
-    divided = whole.headers.keys() - base.headers.keys()
-    if divided.isdisjoint(names_in_base(view, _held(adapter))):
-        return None
     over = over_base(adapter, view)
     names = names_in_base(view, _held(over))
     shapes, stored = ({n: h.shape for n, h in model.headers.items()} for model in (view, base))
-    made, _ = converted(shapes, stored, base.checkpoint.config)
+    made, _ = converted(shapes, stored, base.checkpoint.config, layout)
     return over.rejoined(
         whole,
         names,
         {n: one for n, one in made.items() if not names.keys().isdisjoint(one.stored())},
     )
+
+
+def _is_beside(adapter: AdapterCheckpoint, base: Model, view: Model) -> bool:
+    """Return whether an adapter changes nothing that only a view of its base has."""
+    divided = view.headers.keys() - base.headers.keys()
+    return divided.isdisjoint(names_in_base(view, _held(adapter)))
 
 
 def _held(adapter: AdapterCheckpoint) -> set[str]:
