@@ -26,6 +26,8 @@ CASES: dict[str, dict[str, Any]] = {
     "auto-round mixed": {"scheme": "W4A16", "group_size": 32, **OTHER},
     "auto-round plus": {"scheme": "W4A16", "group_size": 32, "format": "auto_round:gptqmodel"},
     "auto-round mxfp4": {"scheme": "MXFP4"},
+    "auto-round nvfp4": {"scheme": "NVFP4"},
+    "auto-round fp8": {"scheme": "FP8_STATIC"},
 }
 
 
@@ -39,6 +41,7 @@ def of_autoround() -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
     how = {"iters": 0, "nsamples": 1, "seqlen": 8, "device_map": "cpu", "disable_opt_rtn": True}
+    how["dataset"] = [torch.arange(8)[None]]  # some schemes measure activations
     for case, scheme in CASES.items():
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
@@ -51,14 +54,22 @@ def of_autoround() -> Iterator[tuple[str, dict[str, Tensor], dict[str, Any]]]:
             stored = load_file(saved / "model.safetensors")
             settings = json.loads((saved / "config.json").read_text())["quantization_config"]
             read = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+            layer = dict(read.get_submodule(MODULE).named_buffers())
+            one = torch.ones(1)  # an input that no quantisation of activations rounds
+            if "input_scale" in layer:
+                one = layer["input_scale"].float()
+            elif "input_global_scale" in layer:
+                one = 6 / layer["input_global_scale"].float()
             with torch.no_grad():
-                expected = read.get_submodule(MODULE)(torch.eye(64)).mT.contiguous()
+                expected = (read.get_submodule(MODULE)(torch.eye(64) * one) / one).mT.contiguous()
         parts = {
             name.replace(MODULE, "fc"): tensor
             for name, tensor in stored.items()
             if name.startswith(f"{MODULE}.")
         }
-        yield case, {**parts, "expected": expected.half()}, settings
+        # AutoRound computes float8 weights in bfloat16.
+        dtype = torch.bfloat16 if case.endswith("fp8") else torch.float16
+        yield case, {**parts, "expected": expected.to(dtype)}, settings
 
 
 def main() -> None:

@@ -152,7 +152,8 @@ def test_layers_that_are_more_than_their_weights_are_refused(tmp_path, part):
         ("auto-round 4", {"bits": 5}, "its bits is 5"),
         ("auto-round 4", {"bits": 8}, "where its layer needs"),
         ("auto-round 4", {"packing_format": "auto_round:auto_awq"}, "where its layer needs"),
-        ("auto-round mxfp4", {"data_type": "nv_fp"}, "its data_type is 'nv_fp', where 'mx_fp'"),
+        ("auto-round mxfp4", {"data_type": "fp"}, "its data_type is 'fp', where 'mx_fp', 'nv_fp'"),
+        ("auto-round mxfp4", {"data_type": "nv_fp"}, "its group_size is 32, where 16 can be read"),
         ("auto-round mxfp4", {"group_size": 16}, "its group_size is 16, where 32 can be read"),
     ],
 )

@@ -79,7 +79,8 @@ def save(folder, case, layer=None, **changes):
     stored = {name: tensor for name, tensor in layer.items() if name != EXPECTED}
     stored["norm.weight"] = torch.ones(3)
     save_file(stored, folder / "model.safetensors")
-    dtype = "float16" if case.startswith(("gptq", "awq", "mlx half", "auto-round")) else "bfloat16"
+    half = case.startswith(("gptq", "awq", "mlx half", "auto-round")) and case != "auto-round fp8"
+    dtype = "float16" if half else "bfloat16"
     config = {"dtype": dtype, "quantization_config": {**settings(case), **changes}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -19,11 +19,17 @@ from covmerge.files.quantised.packed import Format, Found, Stored
 #
 # `packing_format` names the layout: GPTQ's with zero points less one (`auto_round:auto_gptq`) or as they
 # are (`auto_round`, `auto_round:gptqmodel`), AWQ's (`auto_round:auto_awq`), or that of compressed-tensors,
-# of which MXFP4 is read (`auto_round:llm_compressor`). The layers that `extra_config` names have bits and
-# groups of their own, or are plain; these follow from the sizes of what is stored.
+# of which MXFP4, NVFP4 (`auto_round:llm_compressor`) and float8 by row (`auto_round:fp8_static`) are read.
+# The layers that `extra_config` names have bits and groups of their own, or are plain; these follow from
+# the sizes of what is stored.
 
-_AWQ, _COMPRESSED = "auto_round:auto_awq", "auto_round:llm_compressor"
-_MXFP4 = {"type": "float", "num_bits": 4, "group_size": 32}
+_AWQ = "auto_round:auto_awq"
+# By `packing_format` and `data_type`: bits, group size, and the format of compressed-tensors.
+_FLOATS = {
+    ("auto_round:llm_compressor", "mx_fp"): (4, 32, "mxfp4-pack-quantized"),
+    ("auto_round:llm_compressor", "nv_fp"): (4, 16, "nvfp4-pack-quantized"),
+    ("auto_round:fp8_static", "fp"): (8, -1, "float-quantized"),
+}
 _VERSIONS = {
     "auto_round:auto_gptq": "gptq",
     "auto_round:gptqmodel": "gptq_v2",
@@ -33,12 +39,15 @@ _VERSIONS = {
 
 def find_autoround(stored: Stored) -> Found:
     """Return the layers with `qweight`; see `Found`."""
-    packing = stored.setting("packing_format", *_VERSIONS, _AWQ, _COMPRESSED)
-    if packing == _COMPRESSED:
-        stored.setting("data_type", "mx_fp")
-        stored.setting("bits", _MXFP4["num_bits"])
-        stored.setting("group_size", _MXFP4["group_size"])
-        schemes = {"config_groups": {"all": {"weights": _MXFP4}}, "format": "mxfp4-pack-quantized"}
+    floats = {packing: kind for packing, kind in _FLOATS}
+    packing = stored.setting("packing_format", *_VERSIONS, _AWQ, *floats)
+    if packing in floats:
+        kind = stored.setting("data_type", *(kind for own, kind in _FLOATS if own == packing))
+        bits, group, form = _FLOATS[packing, kind]
+        stored.setting("bits", bits)
+        stored.setting("group_size", group)
+        weights = {"type": "float", "num_bits": bits, "group_size": group if group > 0 else None}
+        schemes = {"config_groups": {"all": {"weights": weights}}, "format": form}
         return COMPRESSED.find(replace(stored, settings={**stored.settings, **schemes}))
     stored.setting("data_type", "int", None)
     stored.setting("act_bits", 16, 32, None)
@@ -53,7 +62,7 @@ def find_autoround(stored: Stored) -> Found:
     return replace(found, said=f"AutoRound, {found.said}")
 
 
-AUTOROUND = Format(("auto-round",), find_autoround, parts=(*GPTQ.parts, "weight_packed"))
+AUTOROUND = Format(("auto-round",), find_autoround, parts=(*GPTQ.parts, *COMPRESSED.parts))
 
 _IN_ORDER = (
     *(FP8, MODELOPT, COMPRESSED, GPT_OSS, HQQ, QUANTO, TORCHAO, MLX, BITSANDBYTES, GPTQ, AWQ),
