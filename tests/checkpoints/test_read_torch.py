@@ -217,6 +217,7 @@ def test_a_stretched_tensor_within_the_files_size_is_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # of torch 2.15
 def test_torchscript_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)

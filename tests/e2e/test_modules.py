@@ -273,7 +273,7 @@ def test_a_changed_module_is_another_source(tmp_path, bert):
         covmerge.merge(base, experts, "average", tmp_path / "out", resume=True)
 
 
-def test_adapters_over_such_a_base(tmp_path, bert):
+def test_adapters_over_such_a_base(tmp_path, bert, any_peft):
     """One of PEFT alone leaves the modules as they are; one of sentence-transformers has its own."""
     model, states = save(tmp_path, dense, bert, ())
     settings = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)

@@ -111,7 +111,7 @@ def adapted(model, seed):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's own, about transformers
 @pytest.mark.parametrize("as_transformers", [False, True])
-def test_what_is_trained_beside_an_adapter_is_not_dropped(as_transformers):
+def test_what_is_trained_beside_an_adapter_is_not_dropped(as_transformers, any_peft):
     base = llama()
     model = adapted(copy.deepcopy(base), 1)
     if as_transformers:

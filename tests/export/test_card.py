@@ -506,6 +506,9 @@ def test_a_card_of_brackets_is_refused_at_once(tmp_path: Path, nested: str) -> N
     card = tmp_path / "README.md"
     card.write_text(f"---\n{nested * 100_000}\n---\n")
     before = time.process_time()
-    with pytest.raises(CheckpointError, match="nested more than 64 levels deep"):
+    # PyYAML 6.0.4 has a limit of its own for brackets.
+    with pytest.raises(
+        CheckpointError, match=r"nested more than 64 levels deep|maximum nesting depth"
+    ):
         read_front_matter(card, ("license",))
     assert time.process_time() - before < 10
