@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, hf_hub_download
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -231,6 +231,19 @@ def test_a_model_in_gguf_is_downloaded_at_once(upload: Path, request, most: int)
     assert torch.equal(checkpoint.read(name), open_plain(upload).read(name))
     assert "no safetensors of it: its weights were downloaded" in checkpoint.notes[0]
     checkpoint.close()
+
+
+def test_one_of_several_files_is_downloaded_and_passed(upload: Path, request) -> None:
+    for name in ("a", "b"):
+        save_file({name: TENSORS[name]}, upload / f"{name}.safetensors")
+    request.getfixturevalue("hub")
+    said = advice(
+        "`hf download NAME FILE` gets one file of a model of the Hub, and prints its path"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint("org/name")
+    checkpoint = open_checkpoint(hf_hub_download("org/name", "b.safetensors"))
+    assert torch.equal(checkpoint.read("b"), TENSORS["b"])
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["single", "sharded"])

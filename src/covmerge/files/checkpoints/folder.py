@@ -78,6 +78,7 @@ STEP = re.compile(r"checkpoint-(0|[1-9][0-9]{0,17})")  # a step that transformer
 DIFFUSERS = "diffusion_pytorch_model"  # diffusers' name for the files of weights of a part
 
 _CONFIG_VALUES = 200_000  # a quantisation may list every layer; it is parsed some ten times a merge
+_ONE = "`hf download NAME FILE` gets one file of a model of the Hub, and prints its path"
 _SHARD = re.compile(r"-[0-9]+(?P<kind>-of-(?P<count>[0-9]{1,18})\.[a-z]+)$", re.ASCII)
 PREFERRED = (  # the order in which transformers looks for files
     *WEIGHTS,
@@ -289,7 +290,7 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     if present:
         raise CheckpointError(
             f"{where} holds {len(present)} safetensors files and no {PREFERRED[1]} to say how "
-            f"they belong together: {_some(present)}. Pass the one file to merge, or add the index"
+            f"they belong together: {_some(present)}. Pass the one file to merge, or add the index. {_ONE}"
         )
     if PIPELINE in names:
         raise CheckpointError(
@@ -311,8 +312,7 @@ def choose_weights(names: Collection[str], where: str, folders: Collection[str] 
     if others:
         raise CheckpointError(
             f"{where} holds {_some(others)}, and no name tells which of them is the model: pass the one "
-            "to merge, or a folder that has it alone. Of a model of the Hub, hf download NAME FILE gets "
-            "one and prints its path"
+            f"to merge, or a folder that has it alone. {_ONE}"
         )
     raise CheckpointError(
         f"{where} holds no weights ({', '.join(PREFERRED)}, or one safetensors file): pass the "
