@@ -1,5 +1,7 @@
 """A GGUF file as the output: read by its clients, beside its unquantised twin; gone on with; refused."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ from safetensors.torch import load_file, save_file
 import covmerge
 from covmerge.base.types import TensorHeader
 from covmerge.errors import CheckpointError, RecipeError
+from covmerge.files.checkpoints.hashes import hash_file
 from covmerge.files.checkpoints.open import open_checkpoint
 from covmerge.files.quantised.gguf import GgufTensor
 from covmerge.files.quantised.view import open_plain
 from covmerge.files.quantised.writing.gguf import HIGHER, WRITTEN, of_gguf
+from covmerge.files.stores.local import LocalFolder
 from covmerge.run.recompute import recompute
 from tests.folders import contents
 from tests.forked import fork_workers
@@ -163,6 +167,32 @@ def test_a_changed_byte_is_found(tmp_path):
     found = covmerge.verify(tmp_path / "out")
     assert not found.ok
     assert "model.gguf is not as it was written: 'output.weight'" in str(found.checks[0].detail)
+
+
+def test_one_block_with_another_scale_is_found(tmp_path):
+    """It is lost in what rounding larger blocks changes."""
+
+    def uneven(seed):
+        model = wide(seed)
+        for name, weight in model.named_parameters():
+            if name.endswith("up_proj.weight"):
+                weight.data[0] /= 16
+        return model
+
+    out = merged(tmp_path, uneven, save_llama, "Q4_0", "same").path
+    assert recompute(out).ok, recompute(out).detail
+    (tensor,) = (t for t in read(out / "model.gguf").tensors if t.name == "blk.0.ffn_up.weight")
+    with (out / "model.gguf").open("r+b") as file:
+        file.seek(tensor.data_offset)
+        scale = np.frombuffer(file.read(2), np.float16)
+        file.seek(tensor.data_offset)
+        file.write((scale * 1.5).astype(np.float16).tobytes())
+    manifest = json.loads((out / "covmerge.json").read_text())
+    forged = hash_file(LocalFolder(out), "model.gguf").as_json()
+    manifest["files"]["model.gguf"] = forged
+    (out / "covmerge.json").write_text(json.dumps(manifest))
+    assert not recompute(out).ok
+    assert "the 1 x 32 weights from [0, 0] on" in recompute(out).detail
 
 
 def test_types_that_gguf_does_not_make_are_named_with_what_to_do(tmp_path):

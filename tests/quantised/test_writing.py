@@ -21,7 +21,19 @@ from tests.cli.runs import words
 from tests.folders import contents
 from tests.forked import fork_workers
 from tests.interrupted import InterruptAfter
-from tests.quantised.models import FORMATS, GPTQ, build, gptq, llama, moved, save_packed
+from tests.quantised.models import (
+    BY_TRANSFORMERS,
+    FORMATS,
+    GOLDENS,
+    GPTQ,
+    bitsandbytes_4,
+    build,
+    gptq,
+    llama,
+    moved,
+    mxfp4,
+    save_packed,
+)
 from tests.quantised.test_goldens import save as save_golden
 from tests.verification.test_recompute import forge
 
@@ -549,3 +561,61 @@ def test_a_head_that_is_no_output_embedding_stays_plain(tmp_path):
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
     torch.testing.assert_close(loaded.classifier.weight, expert["classifier.weight"])
     assert loaded(torch.arange(5)[None]).logits.isfinite().all()
+
+
+def nested(name, weight):
+    """NF4 with scales in 8 bits."""
+    plain = bitsandbytes_4(name, weight)
+    values = GOLDENS["bitsandbytes nf4 nested 24/fc.weight.nested_quant_map"]
+    scales = plain[f"{name}.absmax"].view(-1, 256)
+    outer = scales.amax(1)
+    codes = ((scales / outer[:, None]).unsqueeze(-1) - values).abs().argmin(-1)
+    state = json.loads(bytes(plain[f"{name}.quant_state.bitsandbytes__nf4"]))
+    state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.0}
+    return plain | {
+        f"{name}.absmax": codes.flatten().to(torch.uint8),
+        f"{name}.nested_absmax": outer,
+        f"{name}.nested_quant_map": values.clone(),
+        f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(
+            [*json.dumps(state).encode()], dtype=torch.uint8
+        ),
+    }
+
+
+def experts_in_fp4(name, weight):
+    """Four experts of (256, 256)."""
+    return mxfp4(name.replace(".weight", ""), weight.view(4, -1, 256))
+
+
+@pytest.mark.parametrize("form", ["mxfp8", "experts", "nested"])
+def test_one_block_of_many_with_another_exponent_or_nested_scale(tmp_path, form):
+    """It is lost in what rounding larger blocks changes."""
+    draw, name = torch.Generator().manual_seed(0), "model.layers.0.mlp.up_proj.weight"
+    base = 0.02 * torch.randn(512, 512, generator=draw)
+    pack, stated = {
+        "mxfp8": BY_TRANSFORMERS["mxfp8"],
+        "experts": (experts_in_fp4, {"quant_method": "mxfp4"}),
+        "nested": (nested, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    }[form]
+    for seed, model in enumerate(NAMES):
+        (tmp_path / model).mkdir()
+        update = 0.02 * torch.randn(512, 512, generator=draw) if seed else 0
+        whole = base + update
+        whole[0] /= 16
+        whole[:, ::256] /= 16
+        save_file(pack(name, whole), tmp_path / model / "model.safetensors")
+        config = {"model_type": "llama", "quantization_config": stated}
+        (tmp_path / model / "config.json").write_text(json.dumps(config))
+    out = merged(tmp_path, "out", method="task_arithmetic", quantise="same").path
+    assert recompute(out).ok, recompute(out).detail
+    (part,) = (n for n in weights(out) if re.search("[.]absmax|scale", n))
+
+    def edit(tensor):
+        changed = tensor.clone()
+        changed.view(torch.uint8).view(-1)[7] += 30 if form == "nested" else 1
+        return changed
+
+    forge(out, part, edit)
+    assert re.search(r"weights from \[\d+, \d+\] on by 0", recompute(out).detail), recompute(
+        out
+    ).detail

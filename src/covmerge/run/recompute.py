@@ -340,7 +340,12 @@ def _compare(
             lost = square_norm(rounded - exact) if form.format else None
             farthest = _farthest_element(stored, exact, rounded, item, packed=lost is not None)
             if form.blocks is not None:
-                block = _farthest_block(stored, exact, rounded, item, form.blocks)
+                # A small change of a weight may double a scale that is a power of two.
+                near = [
+                    form.read_back(exact * by, stored.dtype, item.rows, changed=merged > 0).double()
+                    for by in (1 - TOLERANCE, 1 + TOLERANCE)
+                ]
+                block = _farthest_block(stored, exact, [rounded, *near], item, form.blocks)
                 farthest = max(farthest, block, key=_beyond)
             error = square_norm(stored.double() - rounded)
             total += _Distance(error, merged, square_norm(rounded), lost, farthest)
@@ -391,28 +396,39 @@ def _farthest_element(
 
 
 def _farthest_block(
-    stored: Tensor, exact: Tensor, rounded: Tensor, item: WorkItem, blocks: Blocks
+    stored: Tensor, exact: Tensor, rounded: Sequence[Tensor], item: WorkItem, blocks: Blocks
 ) -> _Farthest:
     """Return the block with one scale that is farthest from its exact values, less what storing may change.
 
-    Rounding changes a block by what it changes the exact one, or by twice as much where it takes another
-    scale. The scale may be the next one of its dtype, and reading the weights rounds once more.
+    `rounded` has the exact rows and rows near them, each as they are stored and read. Rounding changes a
+    block by the most that it changes one of them, or by twice as much. The scale may be the next one of
+    its dtype, unless it is a power of two, and reading the weights rounds once more.
     """
-    high, wide = min(blocks.rows, len(stored)), min(blocks.columns, stored[0].numel())
-    scales = torch.finfo(blocks.scales)
-    eps = scales.eps + torch.finfo(stored.dtype).eps
+
+    def matrix(values: Tensor) -> Tensor:
+        return values.flatten(1) if blocks.rows == 1 else values.flatten(0, -2)
+
+    height, width = matrix(stored).shape
+    high, wide = min(blocks.rows, height), min(blocks.columns, width)
 
     def norms(values: Tensor) -> Tensor:
-        rows = values.flatten(1)
+        rows = matrix(values)
         missing = (0, -rows.shape[1] % wide, 0, -len(rows) % high)
         padded = pad(rows.square(), missing)
         grid = padded.view(len(padded) // high, high, padded.shape[1] // wide, wide)
         return grid.sum((1, 3)).sqrt_()
 
-    # A scale below the dtype's normal numbers moves by its least number, times the integers.
-    least = _INTEGERS * scales.tiny * scales.eps * sqrt(high * wide)
-    allowed = 2 * norms(rounded - exact) + eps * norms(exact) + least
+    eps, least = torch.finfo(stored.dtype).eps, 0.0
+    if blocks.scales is not None:
+        scales = torch.finfo(blocks.scales)
+        eps += scales.eps
+        # A scale below the dtype's normal numbers moves by its least number, times the integers.
+        least = _INTEGERS * scales.tiny * scales.eps * sqrt(high * wide)
+    most = torch.stack([norms(near - exact) for near in rounded]).amax(0)
+    allowed = 2 * most + eps * norms(exact) + least
     largest, (row, column) = _largest(norms(stored.double() - exact) - allowed, item, (high, wide))
+    if item.rows is not None:  # several rows of the matrix may be one of the tensor
+        row += item.rows.start * (height // len(stored) - 1)
     return _Farthest(largest, f"the {high} x {wide} weights from {[row, column]} on")
 
 

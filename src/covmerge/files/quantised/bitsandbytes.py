@@ -12,6 +12,7 @@ a merge of them can be planned.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -61,14 +62,13 @@ class Nested:
         scales: name of the tensor with the scales of the stored scales.
         values: name of the tensor with the values of the 256 codes.
         block: number of stored scales with one scale.
-        offset: the number m that is added to them.
-
+        state: name of the tensor with m, the number that is added to them, as JSON.
     """
 
     scales: str
     values: str
     block: int
-    offset: float
+    state: str
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ class FourBit(ByRows):
             return scales.float()
         place = torch.arange(blocks.start, blocks.stop) // nested.block
         outer = read(nested.scales, range(int(place[0]), int(place[-1]) + 1))[place - place[0]]
-        return read(nested.values, None)[scales.long()].mul_(outer).add_(nested.offset)
+        # From the state that is read: a merged matrix has another offset than its base.
+        offset = json.loads(read(nested.state, None).numpy().tobytes())["nested_offset"]
+        return read(nested.values, None)[scales.long()].mul_(outer).add_(offset)
 
 
 def find(stored: Stored) -> Found:
@@ -157,13 +159,15 @@ def _four_bit(stored: Stored, name: str, end: str) -> FourBit:
         stored.refuse(f"'{name}{end}' says quant_type {shorten(state.get('quant_type'))}")
     if not torch.allclose(stored.checkpoint.read(values), torch.tensor(_VALUES[kind]), atol=1e-6):
         stored.refuse(f"'{values}' has other values than those of {kind}")
-    nested = _nested(stored, name, state, blocks)
+    nested = _nested(stored, name, f"{name}{end}", state, blocks)
     stored.part(scales, (torch.float32,) if nested is None else (torch.uint8,), (blocks,))
     beside = () if nested is None else (nested.scales, nested.values)
     return FourBit(header, (name, scales, values, *beside, f"{name}{end}"), block, unit, nested)
 
 
-def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Nested | None:
+def _nested(
+    stored: Stored, name: str, state_name: str, state: dict[str, Any], blocks: int
+) -> Nested | None:
     scales, values = f"{name}.nested_absmax", f"{name}.nested_quant_map"
     if scales not in stored.checkpoint.headers:
         return None
@@ -173,7 +177,7 @@ def _nested(stored: Stored, name: str, state: dict[str, Any], blocks: int) -> Ne
         stored.refuse(f"'{name}' has scales in blocks of {shorten(block)} beside {shorten(offset)}")
     stored.part(scales, (torch.float32,), (-(-blocks // block),))
     stored.part(values, (torch.float32,), (256,))
-    return Nested(scales, values, block, float(cast("float", offset)))
+    return Nested(scales, values, block, state_name)
 
 
 def _state(stored: Stored, name: str) -> dict[str, Any]:

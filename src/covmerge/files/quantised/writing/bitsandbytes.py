@@ -146,8 +146,9 @@ def of_four_bit(
         *(Part(headers[name], None) for name in (known, *beside)),
         Part(TensorHeader(state_name, (length,), torch.uint8), None),
     )
-    alone = nested is None and width % packed.block == 0
-    blocks = Blocks(1, packed.block, headers[absmax].dtype) if alone else None
+    # Of nested scales, the outer one is stored in float32.
+    scales = headers[absmax].dtype if nested is None else torch.float32
+    blocks = Blocks(1, packed.block, scales) if width % packed.block == 0 else None
     return Packing(packed, parts, quantise, whole=nested is not None, blocks=blocks)
 
 

@@ -17,7 +17,7 @@ from covmerge.files.checkpoints.layout import Layout, Shard, Slot
 from covmerge.files.quantised.gguf import PLAIN, GgufTensor
 from covmerge.files.quantised.gguf_file import block_of, gguf_package
 from covmerge.files.quantised.packed import Packed, pieces
-from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.packing import Blocks, Packing, Part
 from covmerge.maths.linalg.stored import stored_as
 
 # The place of every byte of a GGUF file, known before the first tensor is computed.
@@ -144,6 +144,7 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
     assert isinstance(packed, GgufTensor)
     (name,) = packed.stored
     width = _numbers(packed.kind, shape[-1])
+    blocks = None
     if kind in PLAIN:
         header = TensorHeader(name, (*shape[:-1], width), PLAIN[kind])
     else:
@@ -151,9 +152,11 @@ def of_gguf(packed: Packed, kind: str, shape: tuple[int, ...]) -> Packing | None
         if width % block or len(shape) < 2:
             return None
         header = TensorHeader(name, (*shape[:-1], width // block * size), torch.uint8)
+        high, wide = (block, 1) if packed.transposed else (1, block)
+        blocks = Blocks(high, wide, torch.float16)
     target = replace(packed, kind=kind)
     group = 1 if target.order is None else len(target.order)
-    return Packing(target, (Part(header),), ToBlocks(target), target.whole, group)
+    return Packing(target, (Part(header),), ToBlocks(target), target.whole, group, blocks)
 
 
 def _numbers(kind: str, row: int) -> int:

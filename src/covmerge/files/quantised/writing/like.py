@@ -19,7 +19,7 @@ from covmerge.files.quantised.packed import pieces
 from covmerge.files.quantised.scaled import Scaled
 from covmerge.files.quantised.writing.bitsandbytes import of_eight_bit, of_four_bit
 from covmerge.files.quantised.writing.integers import of_grouped, of_words
-from covmerge.files.quantised.writing.packing import Packing, Part
+from covmerge.files.quantised.writing.packing import Blocks, Packing, Part
 from covmerge.files.quantised.writing.scaled import of_scaled
 
 # MXFP4 (OCP Microscaling Formats 1.0, 6.3): E2M1 numbers, with one exponent for 32 numbers of a row.
@@ -63,7 +63,8 @@ class ToExperts:
 
 def of_experts(packed: Experts, headers: Mapping[str, TensorHeader]) -> Packing:
     """Return the packing of experts that are stored like experts of a checkpoint."""
-    return Packing(packed, tuple(Part(headers[name]) for name in packed.stored), ToExperts())
+    parts = tuple(Part(headers[name]) for name in packed.stored)
+    return Packing(packed, parts, ToExperts(), blocks=Blocks(GROUP, 1, None))
 
 
 def as_stored(model: Quantisation, header: TensorHeader) -> Packing:

@@ -44,14 +44,15 @@ class Blocks:
     """Blocks of weights with one scale.
 
     Attributes:
-        rows: rows of a block, of the weight with all axes but the first as one.
+        rows: rows of a block, of the weight with all axes but the last as one; of one row: with all but the
+            first as one.
         columns: columns of a block.
-        scales: dtype of the scales.
+        scales: dtype of the scales; None: they are powers of two.
     """
 
     rows: int
     columns: int
-    scales: torch.dtype
+    scales: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class Packing:
         whole: whether it needs all rows at once, because one number depends on all rows, or because rows
             lie side by side in a stored tensor.
         group: number of rows that are stored in another order among each other.
-        blocks: the blocks with one scale; None: a scale is a power of two or depends on other blocks, so
-            that the least change of a weight may change the rounding of others much.
+        blocks: the blocks with one scale; None: none, or they go over the end of a row.
     """
 
     packed: Packed

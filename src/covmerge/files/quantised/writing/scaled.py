@@ -177,7 +177,7 @@ def of_scaled(
         len(scale.shape),
     )
     parts = (Part(weight), Part(scale, by_row), *(Part(zero, by_row) for zero in zeros))
-    blocks = None if of_powers else Blocks(high, wide, scale.dtype)
+    blocks = Blocks(high, wide, None if of_powers else scale.dtype)
     return Packing(packed, parts, quantise, whole=high >= rows, blocks=blocks)
 
 
