@@ -28,3 +28,8 @@ def test_an_output_in_a_bucket_keeps_them_too():
 
 def test_any_order_of_merges_kills_resumes_reports_and_pushes():
     assert "| kill -9 |" in campaign("stateful", "--examples", 8, "--steps", 20)
+
+
+def test_a_scored_comparison_and_a_search_are_gone_on_with():
+    said = campaign("scored", "--trials", 1, "--seed", 3)
+    assert "| `compare` | 1 | 1 | 0 |" in said and "| `search` | 1 | 1 | 0 |" in said
